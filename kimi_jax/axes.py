@@ -1,0 +1,67 @@
+"""The legend of axis letters, and the frozen dataclass that is a JAX pytree.
+
+One letter means one axis everywhere: in array annotations, einsum strings, unpacked shapes and
+sharding rules.
+
+    B  batch row                          E  routed experts
+    T  tokens in this call (queries)      A  active experts per token
+    S  cache slots (keys)                 F  feed-forward width
+    L  layers                             V  target vocabulary
+    D  model width                        W  draft vocabulary
+    N  attention heads                    K  draft tokens in a cycle
+    U  head width not rotated (qk_nope)   M  nodes of a draft tree
+    R  head width rotated (qk_rope)       Z  tapped layers
+    H  value head width                   G  int4 groups along the contracted axis
+    Q  query latent rank (q_lora)         C  key-value latent rank (kv_lora)
+
+Two letters written together ("UR", "CR") are those axes concatenated.
+"""
+
+import dataclasses
+from typing import Any, TypeVar, dataclass_transform
+
+import jax
+
+T_ = TypeVar("T_")
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def pytree_dataclass(cls: type[T_]) -> type[T_]:
+    """A frozen keyword-only dataclass whose fields are pytree children.
+
+    Rebuilding goes around `__init__`: JAX unflattens with placeholder leaves, which a checked
+    constructor would refuse (`jax.tree_util.register_dataclass` calls the constructor). Fields
+    declared with `static_field()` are part of the tree's structure instead.
+    """
+    cls = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    children = tuple(f.name for f in fields if not f.metadata.get("static"))
+    static = tuple(f.name for f in fields if f.metadata.get("static"))
+
+    def flatten(obj: Any):
+        keys = [(jax.tree_util.GetAttrKey(name), getattr(obj, name)) for name in children]
+        return keys, tuple(getattr(obj, name) for name in static)
+
+    def unflatten(aux: tuple, leaves: Any) -> Any:
+        obj = object.__new__(cls)
+        for name, value in (*zip(static, aux, strict=True), *zip(children, leaves, strict=True)):
+            object.__setattr__(obj, name, value)
+        return obj
+
+    jax.tree_util.register_pytree_with_keys(cls, flatten, unflatten)
+    return cls
+
+
+def static_field(**kwargs: Any) -> Any:
+    """A field that belongs to the structure of the pytree (hashable, a change recompiles)."""
+    return dataclasses.field(metadata={"static": True}, **kwargs)
+
+
+def replace(obj: T_, **changes: Any) -> T_:
+    """`dataclasses.replace` for pytree dataclasses whose leaves may be placeholders."""
+    new = object.__new__(type(obj))
+    for f in dataclasses.fields(obj):  # type: ignore[arg-type]
+        object.__setattr__(new, f.name, changes.pop(f.name, getattr(obj, f.name)))
+    if changes:
+        raise TypeError(f"{type(obj).__name__} has no field {sorted(changes)}")
+    return new

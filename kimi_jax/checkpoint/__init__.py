@@ -1,0 +1,1 @@
+"""Published checkpoints: checked, mapped to the model by one table, loaded per device shard."""

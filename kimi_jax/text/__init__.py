@@ -1,0 +1,1 @@
+"""Token ids to text and back: tokenizer, chat template, reply parser, streaming."""
