@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int8
 
-GROUP_SIZE = 32
+from kernels_pallas.grouped_matmul.layout import GROUP_SIZE
+
 LARGEST = 7
 
 
