@@ -128,7 +128,7 @@ literal_bits = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(literal_bits)
 def test_no_control_id_from_any_pieces_tok_2(tokenizer, template, bits):
     """TOK-2, with pieces that templates may join, and with broken Unicode."""

@@ -125,7 +125,7 @@ def test_calls_in_any_chunking_tpl_3(tokenizer, two_calls):
         assert replayed(events) == expected
 
 
-@settings(deadline=None, max_examples=10)
+@settings(deadline=None, max_examples=5)
 @given(st.data())
 def test_calls_in_random_chunks_tpl_3(tokenizer, two_calls, data):
     """TPL-3."""
@@ -140,7 +140,7 @@ MARKERS = [BEGIN, END, CALL, ARGS, CALL_END, "<think>", "</think>", "<|im_end|>"
 TEXTS = ["a", "é", " the", "functions.f:0", "{}", '{"a":"b"}', "stop", "st", "op"]
 
 
-@settings(deadline=None, max_examples=120)
+@settings(deadline=None, max_examples=80)
 @given(
     st.lists(st.sampled_from(MARKERS + TEXTS), max_size=14),
     st.lists(st.integers(0, 40), max_size=5),

@@ -25,7 +25,7 @@ def streamed(stream, chunks):
     return "".join(delta.text for delta in deltas), deltas[-1]
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(chunked(any_ids), st.booleans())
 def test_joined_chunks_are_the_one_shot_decode(tokenizer, case, skip):
     """TOK-1 for any ids, control ids included, in any chunking."""
@@ -81,7 +81,7 @@ def stop_by_definition(text: str, stops: list[str]) -> tuple[str, str | None]:
     return text, None
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=120)
 @given(
     chunked(st.text(alphabet="ab,c", max_size=20)),
     st.lists(st.text(alphabet="ab,c", min_size=1, max_size=4), max_size=4),
@@ -125,7 +125,7 @@ def test_empty_stop_string_is_an_error():
         StopStrings(["a", ""])
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(
     chunked(any_ids),
     st.sampled_from([(), ("a",), ("ab", "😀"), ("the", " t")]),
