@@ -1,4 +1,4 @@
-"""The legend of axis letters, and the frozen dataclass that is a JAX pytree.
+"""The legend of axis letters, their placement on a mesh, and the frozen pytree dataclass.
 
 One letter means one axis everywhere: in array annotations, einsum strings, unpacked shapes and
 sharding rules.
@@ -14,13 +14,15 @@ sharding rules.
     H  value head width                   G  int4 groups along the contracted axis
     Q  query latent rank (q_lora)         C  key-value latent rank (kv_lora)
 
-Two letters written together ("UR", "CR") are those axes concatenated.
+Two letters written together ("UR", "CR") are those axes concatenated, and are never sharded.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any, TypeVar, dataclass_transform
 
 import jax
+from jax.sharding import PartitionSpec
 
 T_ = TypeVar("T_")
 
@@ -65,3 +67,51 @@ def replace(obj: T_, **changes: Any) -> T_:
     if changes:
         raise TypeError(f"{type(obj).__name__} has no field {sorted(changes)}")
     return new
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """Which mesh axes each axis letter is cut over; the one table that places every array.
+
+    An axis string ("E D F") names an array's axes by letter. Mesh axes already taken by an earlier
+    letter of the same string are left out, so that "F" may be cut over expert and tensor devices in
+    a dense layer, and over tensor devices alone inside experts that are themselves cut over "E".
+    """
+
+    table: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+    @classmethod
+    def of(cls, table: Mapping[str, tuple[str, ...]]) -> "Rules":
+        """Rules from a mapping letter -> mesh axes; letters not named are whole everywhere."""
+        return cls(tuple((letter, tuple(axes)) for letter, axes in table.items()))
+
+    def mesh_axes(self, letter: str) -> tuple[str, ...]:
+        """The mesh axes a letter is cut over, before others of its string take theirs."""
+        return dict(self.table).get(letter, ())
+
+    def pspec(self, letters: str) -> PartitionSpec:
+        """The placement of an array with these axes."""
+        taken: set[str] = set()
+        entries: list[tuple[str, ...] | None] = []
+        for letter in letters.split():
+            axes = tuple(axis for axis in self.mesh_axes(letter) if axis not in taken)
+            taken.update(axes)
+            entries.append(axes or None)
+        return PartitionSpec(*entries)
+
+    def sum(self, x: jax.Array, letters: str) -> jax.Array:
+        """Completes a contraction over these letters: the sum over the devices they are cut over.
+
+        Inside `jax.shard_map`; the identity where none of the letters is cut.
+        """
+        axes = tuple(dict.fromkeys(a for letter in letters.split() for a in self.mesh_axes(letter)))
+        return jax.lax.psum(x, axes) if axes else x
+
+    def shard_index(self, letter: str) -> jax.Array | int:
+        """This device's place along a letter: its shard starts at index times the shard's size."""
+        axes = self.mesh_axes(letter)
+        return jax.lax.axis_index(axes) if axes else 0
+
+
+WHOLE = Rules()
+"""Nothing is cut: one device, or a computation outside `jax.shard_map`."""

@@ -206,7 +206,7 @@ class _Reader:
         self.data = data
         self.problems: list[str] = []
 
-    def number(self, name: str, kind: type, default: Any = None, minimum: float = 1) -> Any:
+    def number(self, name: str, kind: type, default: Any = None, minimum: float | int = 1) -> Any:
         value = self.data.get(name, default)
         if value is None:
             self.problems.append(f"{name} is missing")

@@ -1,0 +1,206 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1), in its two forms.
+
+    c = norm(W_dkv x), k_rope = rope(W_kr x)                 what the cache keeps of a token
+    q = W_uq norm(W_dq x) = [q_nope | rope(q_rope)]          per head
+    naive:     k = [W_uk c | k_rope], v = W_uv c, out = softmax(scale q k) v
+    absorbed:  q' = W_uk^T q_nope, out = W_uv (softmax(scale (q' c + q_rope k_rope)) c)
+
+The forms are equal. Naive does less arithmetic a score and is used where there are many queries
+(training, prefill); absorbed reads the cache as it lies and is used for few queries (decoding,
+verification). `kv_b_proj` of the checkpoint is kept as its two halves, W_uk and W_uv.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from kernels_pallas.mla_attention.reference import mla_attention
+from kimi_jax.axes import Rules
+from kimi_jax.config import ModelConfig
+from kimi_jax.model import rope
+from kimi_jax.model.cache import write_rows
+from kimi_jax.model.layers import gain, linear, rms_norm, weight
+
+KEY_BLOCK = 256
+"""Keys a prefill chunk expands at a time; bounds its memory whatever the context's length."""
+
+
+class Attention(nnx.Module):
+    """Weights of one attention layer."""
+
+    def __init__(self, cfg: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+        D, N, Q, C = cfg.hidden_size, cfg.num_attention_heads, cfg.q_lora_rank, cfg.kv_lora_rank
+        U, R, H = cfg.qk_nope_head_dim, cfg.qk_rope_head_dim, cfg.v_head_dim
+        self.q_a_proj = weight(rngs, "D Q", (D, Q), dtype, D)
+        self.q_a_layernorm = gain("Q", Q, dtype)
+        self.q_b_proj = weight(rngs, "Q N UR", (Q, N, U + R), dtype, Q)
+        self.kv_a_proj_with_mqa = weight(rngs, "D CR", (D, C + R), dtype, D)
+        self.kv_a_layernorm = gain("C", C, dtype)
+        self.kv_b_proj_k = weight(rngs, "N U C", (N, U, C), dtype, C)
+        self.kv_b_proj_v = weight(rngs, "N C H", (N, C, H), dtype, C)
+        self.o_proj = weight(rngs, "N H D", (N, H, D), dtype, N * H)
+
+
+class Projected(NamedTuple):
+    """A call's queries, and the rows its tokens leave in the cache."""
+
+    q_nope: Float[Array, "B T N U"]
+    q_rope: Float[Array, "B T N R"]
+    rows: Float[Array, "B T CR"]
+
+
+def project(
+    attn: Attention, cfg: ModelConfig, x: Float[Array, "B T D"], cos: jax.Array, sin: jax.Array
+) -> Projected:
+    """Queries of this device's heads and the tokens' latent rows, RoPE applied to both."""
+    U, C = cfg.qk_nope_head_dim, cfg.kv_lora_rank
+    q_latent = rms_norm(linear(x, attn.q_a_proj[...]), attn.q_a_layernorm[...], cfg.latent_norm_eps)
+    q = linear(q_latent, attn.q_b_proj[...])
+    kv = linear(x, attn.kv_a_proj_with_mqa[...])
+    latent = rms_norm(kv[..., :C], attn.kv_a_layernorm[...], cfg.latent_norm_eps)
+    k_rope = rope.rotate(kv[..., C:], cos, sin)
+    return Projected(
+        q_nope=q[..., :U],
+        q_rope=rope.rotate(q[..., U:], cos, sin),
+        rows=jnp.concatenate([latent, k_rope], axis=-1),
+    )
+
+
+def attend_absorbed(
+    attn: Attention,
+    cfg: ModelConfig,
+    queries: Projected,
+    cache: Float[Array, "B S CR"],
+    positions: Int[Array, "B T"],
+) -> Float[Array, "B T N H"]:
+    """Attention over slots 0..position, the heads' key and value maps folded into q and out."""
+    dtype = queries.q_nope.dtype
+    w_uk, w_uv = attn.kv_b_proj_k[...].astype(dtype), attn.kv_b_proj_v[...].astype(dtype)
+    q_latent = _per_head(queries.q_nope, w_uk)
+    context = mla_attention(q_latent, queries.q_rope, cache, positions, scale=cfg.softmax_scale)
+    return _per_head(context, w_uv)
+
+
+def attend_naive(
+    attn: Attention,
+    cfg: ModelConfig,
+    queries: Projected,
+    rows: Float[Array, "B S CR"],
+    visible: Array,
+) -> Float[Array, "B T N H"]:
+    """Attention over expanded keys and values; `visible` [B, T, S] says who sees what."""
+    k_nope, k_rope, v = _expand(attn, cfg, rows.astype(queries.q_nope.dtype))
+    scores_f32 = _scores(queries, k_nope, k_rope, cfg.softmax_scale)
+    weights_f32 = jax.nn.softmax(jnp.where(visible[:, None], scores_f32, -jnp.inf), axis=-1)
+    out = jnp.einsum(
+        "bnts,bsnh->btnh", weights_f32.astype(v.dtype), v, preferred_element_type=jnp.float32
+    )
+    return out.astype(v.dtype)
+
+
+def attend_naive_blocked(
+    attn: Attention,
+    cfg: ModelConfig,
+    queries: Projected,
+    cache: Float[Array, "B S CR"],
+    positions: Int[Array, "B T"],
+) -> Float[Array, "B T N H"]:
+    """`attend_naive` over cache slots 0..position, a block of keys at a time.
+
+    Online softmax (arXiv 2205.14135, algorithm 1). The loop ends at the last block any query sees,
+    so the cost follows the context, not the capacity.
+    """
+    B, T, N, _ = queries.q_nope.shape
+    S, H = cache.shape[1], cfg.v_head_dim
+    block = min(KEY_BLOCK, S)
+    if S % block:
+        raise ValueError(f"a cache of {S} slots is not a multiple of the key block {block}")
+
+    def attend_block(i: jax.Array, carry: tuple) -> tuple:
+        out_f32, total_f32, largest_f32 = carry
+        rows = jax.lax.dynamic_slice_in_dim(cache, i * block, block, axis=1)
+        k_nope, k_rope, v = _expand(attn, cfg, rows.astype(queries.q_nope.dtype))
+        scores_f32 = _scores(queries, k_nope, k_rope, cfg.softmax_scale)
+        slots = i * block + jnp.arange(block, dtype=positions.dtype)
+        seen = slots <= positions[:, None, :, None]
+        scores_f32 = jnp.where(seen, scores_f32, -jnp.inf)
+        new_largest = jnp.maximum(largest_f32, jnp.max(scores_f32, axis=-1, keepdims=True))
+        weights_f32 = jnp.exp(scores_f32 - new_largest)
+        shrink = jnp.exp(largest_f32 - new_largest)
+        update = jnp.einsum(
+            "bnts,bsnh->bnth", weights_f32.astype(v.dtype), v, preferred_element_type=jnp.float32
+        )
+        total_f32 = total_f32 * shrink + jnp.sum(weights_f32, axis=-1, keepdims=True)
+        return out_f32 * shrink + update, total_f32, new_largest
+
+    start = (
+        jnp.zeros((B, N, T, H), jnp.float32),
+        jnp.zeros((B, N, T, 1), jnp.float32),
+        # Finite, so that a block no query sees shrinks by exp(0) and not by exp(nan).
+        jnp.full((B, N, T, 1), -1e30, jnp.float32),
+    )
+    num_blocks = jnp.max(positions) // block + 1
+    out_f32, total_f32, _ = jax.lax.fori_loop(0, num_blocks, attend_block, start)
+    return (out_f32 / total_f32).astype(queries.q_nope.dtype).swapaxes(1, 2)
+
+
+def attention_layer(
+    attn: Attention,
+    cfg: ModelConfig,
+    x: Float[Array, "B T D"],
+    cache: Float[Array, "B S CR"] | None,
+    positions: Int[Array, "B T"],
+    angles: tuple[jax.Array, jax.Array],
+    rules: Rules,
+    *,
+    is_prefill: bool,
+) -> tuple[Float[Array, "B T D"], Float[Array, "B S CR"] | None]:
+    """One attention layer and the cache with its tokens' rows written.
+
+    Without a cache the T tokens are a whole sequence: causal, naive, differentiable.
+    """
+    with jax.named_scope("mla"):
+        queries = project(attn, cfg, x, *angles)
+        if cache is None:
+            visible = positions[:, :, None] >= positions[:, None, :]
+            out = attend_naive(attn, cfg, queries, queries.rows, visible)
+        else:
+            cache = write_rows(cache, queries.rows, positions[:, 0])
+            attend = attend_naive_blocked if is_prefill else attend_absorbed
+            out = attend(attn, cfg, queries, cache, positions)
+        flat = out.reshape(*out.shape[:2], -1)
+        o_proj = attn.o_proj[...]
+        y = linear(flat, o_proj.reshape(-1, o_proj.shape[-1]))
+        return rules.sum(y, "N"), cache
+
+
+def _per_head(x: Float[Array, "B T N X"], w: Float[Array, "N X Y"]) -> Float[Array, "B T N Y"]:
+    """Each head's own product. Heads lead the batched product: XLA:CPU is 10x slower otherwise."""
+    B, T, N, X = x.shape
+    heads_first = x.reshape(B * T, N, X).swapaxes(0, 1)
+    out = jnp.matmul(heads_first, w, preferred_element_type=jnp.float32).astype(x.dtype)
+    return out.swapaxes(0, 1).reshape(B, T, N, -1)
+
+
+def _expand(
+    attn: Attention, cfg: ModelConfig, rows: Float[Array, "B S CR"]
+) -> tuple[Float[Array, "B S N U"], Float[Array, "B S R"], Float[Array, "B S N H"]]:
+    C = cfg.kv_lora_rank
+    latent, k_rope = rows[..., :C], rows[..., C:]
+    w_uk, w_uv = attn.kv_b_proj_k[...].astype(rows.dtype), attn.kv_b_proj_v[...].astype(rows.dtype)
+    f32 = jnp.float32
+    k_nope = jnp.einsum("bsc,nuc->bsnu", latent, w_uk, preferred_element_type=f32)
+    v = jnp.einsum("bsc,nch->bsnh", latent, w_uv, preferred_element_type=f32)
+    return k_nope.astype(rows.dtype), k_rope, v.astype(rows.dtype)
+
+
+def _scores(
+    queries: Projected, k_nope: jax.Array, k_rope: jax.Array, scale: float
+) -> Float[Array, "B N T S"]:
+    f32 = jnp.float32
+    nope = jnp.einsum("btnu,bsnu->bnts", queries.q_nope, k_nope, preferred_element_type=f32)
+    rotated = jnp.einsum("btnr,bsr->bnts", queries.q_rope, k_rope, preferred_element_type=f32)
+    return (nope + rotated) * scale

@@ -1,0 +1,153 @@
+"""The text model: embedding, blocks, final norm, head; inference and training by one `forward`.
+
+Layers are an unrolled list: a whole step is then one launch graph on a GPU. Hidden-state taps name
+the residual stream *entering* a layer; tap `num_hidden_layers` is the stream after the last layer,
+before the final norm.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from kimi_jax.axes import WHOLE, Rules, pytree_dataclass
+from kimi_jax.config import ModelConfig
+from kimi_jax.model import rope
+from kimi_jax.model.cache import LatentCache
+from kimi_jax.model.layers import Mlp, gain, linear, mlp_layer, rms_norm, weight
+from kimi_jax.model.mla import Attention, attention_layer
+from kimi_jax.model.moe import Moe, Routing, moe_layer
+
+
+class Block(nnx.Module):
+    """Weights of one transformer layer."""
+
+    def __init__(self, cfg: ModelConfig, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+        D = cfg.hidden_size
+        self.input_layernorm = gain("D", D, dtype)
+        self.self_attn = Attention(cfg, dtype=dtype, rngs=rngs)
+        self.post_attention_layernorm = gain("D", D, dtype)
+        if cfg.is_moe_layer(layer):
+            self.mlp = Moe(cfg, dtype=dtype, rngs=rngs)
+        else:
+            self.mlp = Mlp(D, cfg.intermediate_size, dtype=dtype, rngs=rngs)
+
+
+class Kimi(nnx.Module):
+    """Weights of the text model, named as in the checkpoint.
+
+    `dtype` is the parameters' type; the router's bias is float32 and packed INT4 is uint8.
+    """
+
+    def __init__(self, cfg: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+        D, V = cfg.hidden_size, cfg.vocab_size
+        self.cfg = cfg
+        # Unit rows would drown the first blocks' output; 0.02 is the published initializer_range.
+        self.embed_tokens = weight(rngs, "V D", (V, D), dtype, 2500)
+        layers = range(cfg.num_hidden_layers)
+        self.layers = nnx.List([Block(cfg, i, dtype=dtype, rngs=rngs) for i in layers])
+        self.norm = gain("D", D, dtype)
+        if not cfg.tie_word_embeddings:
+            self.lm_head = weight(rngs, "D V", (D, V), dtype, D)
+
+
+@pytree_dataclass
+class Forward:
+    """What one pass over T tokens gives.
+
+    `hidden` is the stream after the last layer, before the final norm; `taps` are the tapped
+    streams in the order asked for; `routing` lists each MoE layer's choices.
+    """
+
+    hidden: Float[Array, "B T D"]
+    taps: tuple[Float[Array, "B T D"], ...]
+    cache: LatentCache | None
+    routing: tuple[Routing, ...]
+
+
+def forward(
+    model: Kimi,
+    tokens: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+    cache: LatentCache | None = None,
+    *,
+    is_real: Bool[Array, "B T"] | None = None,
+    taps: tuple[int, ...] = (),
+    rules: Rules = WHOLE,
+    is_prefill: bool = False,
+    compute_dtype: jnp.dtype | None = None,
+    remat: bool = False,
+) -> Forward:
+    """Runs all layers over T new tokens a row.
+
+    With a cache, positions of a row are consecutive, each token's row is written into the slot of
+    its position, and a token attends to every slot up to its own. Without one, the tokens are whole
+    sequences (training, scoring). `is_real` marks padding, which chooses no expert; its output and
+    cache rows are meaningless. `is_prefill` picks the attention form for many queries.
+
+    Raises:
+        ValueError: a tap outside 0..num_hidden_layers.
+    """
+    cfg = model.cfg
+    for tap in taps:
+        if not 0 <= tap <= cfg.num_hidden_layers:
+            raise ValueError(
+                f"tap {tap} names no stream of this model: 0..{cfg.num_hidden_layers - 1} enter a "
+                f"layer, {cfg.num_hidden_layers} follows the last"
+            )
+    x = embed(model, tokens, rules)
+    if compute_dtype is not None:
+        x = x.astype(compute_dtype)
+    angles = rope.cos_sin(positions, cfg.rope, cfg.qk_rope_head_dim)
+
+    def run_block(block: Block, x: jax.Array, layer_cache: jax.Array | None):
+        h = rms_norm(x, block.input_layernorm[...], cfg.rms_norm_eps)
+        attended, layer_cache = attention_layer(
+            block.self_attn, cfg, h, layer_cache, positions, angles, rules, is_prefill=is_prefill
+        )
+        x = x + attended
+        h = rms_norm(x, block.post_attention_layernorm[...], cfg.rms_norm_eps)
+        if isinstance(block.mlp, Moe):
+            out, routing = moe_layer(block.mlp, cfg, h, is_real, rules)
+            return x + out, layer_cache, routing
+        return x + mlp_layer(block.mlp, h, rules), layer_cache, None
+
+    if remat:
+        run_block = nnx.remat(run_block)
+    entering = {}
+    cache_layers = []
+    routings = []
+    for i, block in enumerate(model.layers):
+        entering[i] = x
+        layer_cache = None if cache is None else cache.layers[i]
+        with jax.named_scope(f"layer_{i}"):
+            x, layer_cache, routing = run_block(block, x, layer_cache)
+        cache_layers.append(layer_cache)
+        if routing is not None:
+            routings.append(routing)
+    entering[cfg.num_hidden_layers] = x
+    return Forward(
+        hidden=x,
+        taps=tuple(entering[tap] for tap in taps),
+        cache=None if cache is None else LatentCache(layers=tuple(cache_layers)),
+        routing=tuple(routings),
+    )
+
+
+def embed(model: Kimi, tokens: Int[Array, "B T"], rules: Rules) -> Float[Array, "B T D"]:
+    """The tokens' embedding rows; each device looks up the part of the vocabulary it holds."""
+    table = model.embed_tokens[...]
+    if not rules.mesh_axes("V"):
+        return table[tokens]
+    local = tokens - rules.shard_index("V") * table.shape[0]
+    held = (local >= 0) & (local < table.shape[0])
+    rows = table[jnp.where(held, local, 0)]
+    return rules.sum(jnp.where(held[..., None], rows, jnp.zeros_like(rows)), "V")
+
+
+def logits(model: Kimi, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
+    """Final norm and head, in float32, over this device's part of the vocabulary."""
+    with jax.named_scope("head"):
+        h = rms_norm(hidden, model.norm[...], model.cfg.rms_norm_eps)
+        head = model.embed_tokens[...].T if model.cfg.tie_word_embeddings else model.lm_head[...]
+        return jnp.matmul(h, head.astype(h.dtype), preferred_element_type=jnp.float32)
