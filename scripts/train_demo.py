@@ -50,7 +50,7 @@ from kimi_jax.text.tokenizer import (
 )
 
 TEMPLATE = Path(__file__).resolve().parent.parent / "kimi_jax" / "demo" / "chat_template.jinja"
-BIAS_STEP = 2e-3
+BIAS_STEP = 3e-3
 EXPERT_MATRICES = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -313,9 +313,18 @@ def train_step(
     )
 
 
+def damp_outputs(model: Kimi) -> None:
+    """Scales what each sublayer adds by (2 L)^-1/2, so that the stream stays of order one."""
+    factor = (2 * model.cfg.num_hidden_layers) ** -0.5
+    for path, param in nnx.to_flat_state(nnx.state(model)):
+        if path[-1] in ("o_proj", "down_proj"):
+            param[...] = param[...] * factor
+
+
 def train(recipe: Recipe, code: np.ndarray, chats: np.ndarray, work: Path, seed: int):
     """The trained weights, the graph, and the loss by step; resumes from the newest checkpoint."""
     model = Kimi(recipe.cfg, dtype=jnp.float32, rngs=nnx.Rngs(seed))
+    damp_outputs(model)
     graph, weights = nnx.split(model)
     state = TrainState(
         weights=weights,

@@ -52,7 +52,8 @@ class Moe(nnx.Module):
 
     def __init__(self, cfg: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
         D, E = cfg.hidden_size, cfg.n_routed_experts
-        self.gate = weight(rngs, "D E_all", (D, E), dtype, D)
+        # Scores start close together, so that the balancing bias can tell experts apart.
+        self.gate = weight(rngs, "D E_all", (D, E), dtype, 25 * D)
         # Never rounded to bfloat16: biases a hundredth apart would change the chosen experts.
         self.e_score_correction_bias = nnx.Param(jnp.zeros((E,), jnp.float32), axes="E_all")
         self.experts = Experts(cfg, dtype=dtype, rngs=rngs)

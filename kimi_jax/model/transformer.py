@@ -42,8 +42,8 @@ class Kimi(nnx.Module):
     def __init__(self, cfg: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
         D, V = cfg.hidden_size, cfg.vocab_size
         self.cfg = cfg
-        # Unit rows would drown the first blocks' output; 0.02 is the published initializer_range.
-        self.embed_tokens = weight(rngs, "V D", (V, D), dtype, 2500)
+        # Rows about as large as what the blocks add: much smaller ones are lost under it.
+        self.embed_tokens = weight(rngs, "V D", (V, D), dtype, 4)
         layers = range(cfg.num_hidden_layers)
         self.layers = nnx.List([Block(cfg, i, dtype=dtype, rngs=rngs) for i in layers])
         self.norm = gain("D", D, dtype)
@@ -75,7 +75,6 @@ def forward(
     taps: tuple[int, ...] = (),
     rules: Rules = WHOLE,
     is_prefill: bool = False,
-    compute_dtype: jnp.dtype | None = None,
     remat: bool = False,
 ) -> Forward:
     """Runs all layers over T new tokens a row.
@@ -96,8 +95,6 @@ def forward(
                 f"layer, {cfg.num_hidden_layers} follows the last"
             )
     x = embed(model, tokens, rules)
-    if compute_dtype is not None:
-        x = x.astype(compute_dtype)
     angles = rope.cos_sin(positions, cfg.rope, cfg.qk_rope_head_dim)
 
     def run_block(block: Block, x: jax.Array, layer_cache: jax.Array | None):

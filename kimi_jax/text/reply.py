@@ -187,6 +187,11 @@ class ReplyParser:
             stop=self._segments.stopped_by,
         )
 
+    @property
+    def num_ids_at_stop(self) -> int | None:
+        """Of all ids fed, how many up to and with the one that completed a stop string."""
+        return None if self._segments.stopped_by is None else self._segments.num_ids
+
     def _take(self, segment: Segment) -> None:
         if segment.marker is not None:
             self._take_marker(segment.marker, segment.channel)

@@ -1,0 +1,64 @@
+"""What a measurement depends on, so that two runs can be told apart; and a count of compiles."""
+
+import functools
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import jax
+
+_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
+_compiles = 0
+
+
+@functools.cache
+def _listen() -> None:
+    def on_event(event: str, seconds: float, **_: Any) -> None:
+        global _compiles
+        _compiles += event == _COMPILE_EVENT
+
+    jax.monitoring.register_event_duration_secs_listener(on_event)
+
+
+def num_compiles() -> int:
+    """Programs XLA has compiled in this process since the first call of this function."""
+    _listen()
+    return _compiles
+
+
+def conditions(**more: Any) -> dict[str, Any]:
+    """Versions, device, flags and commit of this process, and whatever else the caller knows."""
+    devices = jax.devices()
+    return {
+        "kimi_jax": importlib.metadata.version("kimi-jax"),
+        "jax": jax.__version__,
+        "flax": importlib.metadata.version("flax"),
+        "python": platform.python_version(),
+        "platform": devices[0].platform,
+        "device": devices[0].device_kind,
+        "device_count": len(devices),
+        "cpu_cores": os.cpu_count(),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "commit": _commit(),
+        **more,
+    }
+
+
+def _commit() -> str | None:
+    """The checkout's commit, "-dirty" where files differ from it; None outside a checkout."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+
+    def git(*args: str) -> str:
+        run = subprocess.run(["git", "-C", str(root), *args], capture_output=True, text=True)
+        return run.stdout.strip()
+
+    try:
+        head = git("rev-parse", "--short=12", "HEAD")
+        return f"{head}-dirty" if head and git("status", "--porcelain", "-uno") else head or None
+    except OSError:
+        return None

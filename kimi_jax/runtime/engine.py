@@ -1,0 +1,435 @@
+"""The compiled programs of one model on one mesh, and how a batch of requests runs through them.
+
+Token ids in, token ids out. A program exists for every capacity, batch size and chunk size in use,
+all from short fixed lists, so that after `warm_up` nothing compiles whatever the requests are.
+"""
+
+import dataclasses
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from kimi_jax.axes import Rules, replace
+from kimi_jax.config import ModelConfig
+from kimi_jax.model import transformer
+from kimi_jax.model.cache import LatentCache
+from kimi_jax.runtime import decode as decoding
+from kimi_jax.runtime.decode import (
+    MAX_BLOCK_TOKENS,
+    Block,
+    Chunk,
+    DecodeState,
+    Finish,
+    Step,
+    TokenLog,
+    chunk_sizes,
+)
+from kimi_jax.runtime.mesh import rules_for
+from kimi_jax.runtime.sampling import SamplingParams, SamplingState, make_sampling_state
+
+_log = logging.getLogger(__name__)
+
+PREFILL_SIZES = (16, 64, 256)
+CAPACITY_UNIT = 256
+CAPACITY_GROWTH = 4
+MAX_STOP_IDS = 16
+STREAM_BLOCK_SECONDS = 0.03
+
+
+class Drafter(Protocol):
+    """What speculation adds to the engine: a step of its own, and state beside the target's."""
+
+    taps: tuple[int, ...]
+    """Target streams its prefill reads."""
+    max_tokens_per_cycle: int
+    weights: Any
+
+    def make_step(self, graph: nnx.GraphDef, rules: Rules) -> Step:
+        """The speculative step; its weights are (target weights, `weights`)."""
+        ...
+
+    def pspecs(self, rules: Rules) -> Any:
+        """Placement of `weights`, in their structure."""
+        ...
+
+    def init_state(self, batch: int, capacity: int) -> Any:
+        """The value of `DecodeState.drafter` before the prompt."""
+        ...
+
+    def prefill(self, weights: Any, drafter_state: Any, chunk: Chunk) -> Any:
+        """The drafter's state with one prompt chunk taken in."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One row: a prompt, its options, and the token ids that end it."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    stop_ids: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities at one output position, of the model's own distribution."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    """The most likely tokens, best first, as many as were asked for."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RowUpdate:
+    """What one block gave one row."""
+
+    row: int
+    token_ids: tuple[int, ...]
+    finish: Finish
+    cycles: int
+    logprobs: tuple[TokenLogprobs, ...] | None
+
+
+class Engine:
+    """Runs requests on one model; every compiled program lives here."""
+
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        graph: nnx.GraphDef,
+        weights: nnx.State,
+        mesh: Mesh,
+        *,
+        max_length: int,
+        max_batch: int,
+        drafter: Drafter | None = None,
+    ):
+        self.cfg, self.mesh, self.rules = cfg, mesh, rules_for(mesh)
+        self.max_length, self.max_batch = max_length, max_batch
+        self.drafter = drafter
+        self.graph = graph
+        self._cache_dtype = jax.tree.leaves(weights["norm"])[0].dtype
+        self.target_weights = weights
+        self._weights = weights if drafter is None else (weights, drafter.weights)
+        self._most_per_cycle = 1 if drafter is None else drafter.max_tokens_per_cycle
+        # A cycle writes cache rows for all its tokens before it knows how many it keeps.
+        self._slack = self._most_per_cycle - 1
+        self.capacities = ladder(CAPACITY_UNIT, CAPACITY_GROWTH, max_length + self._slack)
+        self.batch_sizes = ladder(1, 2, max_batch)
+        self._everywhere = NamedSharding(mesh, PartitionSpec())
+        self._buckets: set[tuple] = set()
+        self._is_warm = False
+        self._build_programs()
+
+    # Programs. One jitted function each; JAX keeps a program per shape.
+
+    def _build_programs(self) -> None:
+        graph, rules, drafter = self.graph, self.rules, self.drafter
+        step = (
+            decoding.autoregressive_step(graph, rules)
+            if drafter is None
+            else drafter.make_step(graph, rules)
+        )
+        whole = PartitionSpec()
+        target_specs = weight_pspecs(self.target_weights, rules)
+        all_specs = target_specs if drafter is None else (target_specs, drafter.pspecs(rules))
+
+        def allocate(batch: int, capacity: int):
+            cache = LatentCache.empty(self.cfg, batch, capacity, self._cache_dtype)
+            own = None if drafter is None else drafter.init_state(batch, capacity)
+            return cache, TokenLog.empty(batch), own
+
+        def prefill(weights, state: DecodeState, start: jax.Array, *, size: int) -> DecodeState:
+            def local(weights, state, start):
+                target = weights if drafter is None else weights[0]
+                taps = () if drafter is None else drafter.taps
+                state, chunk = decoding.prefill_chunk(
+                    graph, target, state, start, size=size, taps=taps, rules=rules
+                )
+                if drafter is not None:
+                    own = drafter.prefill(weights, state.drafter, chunk)
+                    state = replace(state, drafter=own)
+                return state
+
+            specs = self._state_pspecs(state)
+            return self._over_mesh(local, (all_specs, specs, whole), specs)(weights, state, start)
+
+        def decode(weights, state: DecodeState, num_cycles: jax.Array, cancelled: jax.Array):
+            specs = self._state_pspecs(state)
+            run = functools.partial(
+                decoding.decode, step, max_tokens_per_cycle=self._most_per_cycle
+            )
+            run = self._over_mesh(run, (all_specs, specs, whole, whole), (specs, whole))
+            return run(weights, state, num_cycles, cancelled)
+
+        def logits(weights, cache: LatentCache, tokens, start, num_real):
+            def local(weights, cache, tokens, start, num_real):
+                model = nnx.merge(graph, weights)
+                place = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+                out = transformer.forward(
+                    model,
+                    tokens,
+                    start + place,
+                    cache,
+                    is_real=place < num_real,
+                    rules=rules,
+                    is_prefill=True,
+                )
+                return transformer.logits(model, out.hidden)[0], out.cache
+
+            vocabulary = rules.pspec("T V")
+            run = self._over_mesh(
+                local, (target_specs, whole, whole, whole, whole), (vocabulary, whole)
+            )
+            return run(weights, cache, tokens, start, num_real)
+
+        self._allocate = jax.jit(
+            allocate, static_argnums=(0, 1), out_shardings=self._everywhere
+        )
+        self._prefill = jax.jit(prefill, static_argnames="size", donate_argnames="state")
+        self._decode = jax.jit(decode, donate_argnames="state")
+        self._logits = jax.jit(logits, donate_argnames="cache")
+
+    def _over_mesh(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+        """The function on every device's shards; as it is on one device."""
+        if self.mesh.size == 1:
+            return function
+        return jax.shard_map(
+            function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+        )
+
+    def _state_pspecs(self, state: DecodeState) -> DecodeState:
+        """The state is whole on every device, but for the logit bias, cut like the logits."""
+        specs = jax.tree.map(lambda _: PartitionSpec(), state)
+        return replace(specs, sampling=self._sampling_pspecs(specs.sampling))
+
+    def _sampling_pspecs(self, specs: SamplingState) -> SamplingState:
+        return replace(specs, logit_bias=self.rules.pspec("B V"))
+
+    def _enter(self, *bucket: Any) -> None:
+        """Says once that a program is about to compile that warm-up did not reach."""
+        if bucket not in self._buckets:
+            self._buckets.add(bucket)
+            if self._is_warm:
+                _log.warning("compiling a program for %s after warm-up", bucket)
+            else:
+                _log.info("compiling a program for %s", bucket)
+
+    # Running them.
+
+    def run(self, requests: Sequence[Request], *, is_streaming: bool = False) -> "Run":
+        """Starts a batch of at most `max_batch` requests."""
+        return Run(self, requests, is_streaming=is_streaming)
+
+    def new_state(
+        self, requests: Sequence[Request], *, batch: int | None = None, capacity: int | None = None
+    ) -> DecodeState:
+        """The state before prefill; rows beyond the requests have ended from the start."""
+        limits = [self._limit(r) for r in requests]
+        B = batch or first_at_least(self.batch_sizes, len(requests))
+        S = capacity or first_at_least(self.capacities, max(limits) + self._slack)
+        tokens = np.zeros((B, S), np.int32)
+        lengths = np.ones((B,), np.int32)
+        row_limits = np.ones((B,), np.int32)
+        reasons = np.full((B,), int(Finish.STOP), np.int32)
+        stop_ids = np.full((B, MAX_STOP_IDS), -1, np.int32)
+        for row, request in enumerate(requests):
+            lengths[row] = len(request.prompt)
+            tokens[row, : lengths[row]] = request.prompt
+            row_limits[row] = limits[row]
+            reasons[row] = int(Finish.RUNNING)
+            stop_ids[row, : len(request.stop_ids)] = request.stop_ids
+        params = [r.params for r in requests] + [SamplingParams(seed=0)] * (B - len(requests))
+        sampling = make_sampling_state(params, self.cfg.vocab_size)
+        self._enter("allocate", B, S)
+        cache, log, own = self._allocate(B, S)
+        state = DecodeState(
+            tokens=tokens,  # type: ignore[arg-type]
+            lengths=lengths,  # type: ignore[arg-type]
+            prompt_lengths=lengths.copy(),  # type: ignore[arg-type]
+            limits=row_limits,  # type: ignore[arg-type]
+            stop_ids=stop_ids,  # type: ignore[arg-type]
+            reasons=reasons,  # type: ignore[arg-type]
+            block_start=lengths.copy(),  # type: ignore[arg-type]
+            cycles=np.zeros((B,), np.int32),  # type: ignore[arg-type]
+            sampling=sampling,
+            cache=cache,
+            log=log,
+            drafter=own,
+        )
+        placements = jax.tree.map(
+            lambda pspec: NamedSharding(self.mesh, pspec), self._state_pspecs(state)
+        )
+        return jax.device_put(state, placements)
+
+    def prefill(self, state: DecodeState, num_tokens: int) -> DecodeState:
+        """Fills the cache with the first `num_tokens` prompt tokens of every row."""
+        start = 0
+        for size in chunk_sizes(num_tokens, PREFILL_SIZES):
+            self._enter("prefill", *state.tokens.shape, size)
+            state = self._prefill(self._weights, state, np.int32(start), size=size)
+            start += size
+        return state
+
+    def decode(
+        self, state: DecodeState, num_cycles: int, cancelled: np.ndarray
+    ) -> tuple[DecodeState, Block]:
+        """One block: up to `num_cycles` cycles of the step."""
+        self._enter("decode", *state.tokens.shape)
+        return self._decode(self._weights, state, np.int32(num_cycles), cancelled)
+
+    def logits(self, prompt: Sequence[int]) -> Iterator[jax.Array]:
+        """Float32 logits [T, V] of the prompt's tokens, chunk by chunk."""
+        S = first_at_least(self.capacities, len(prompt))
+        padded = np.zeros((1, S), np.int32)
+        padded[0, : len(prompt)] = prompt
+        self._enter("allocate", 1, S)
+        cache, _, _ = self._allocate(1, S)
+        start = 0
+        for size in chunk_sizes(len(prompt), PREFILL_SIZES):
+            self._enter("logits", S, size)
+            real = np.int32(len(prompt) - start)
+            chunk = padded[:, start : start + size]
+            out, cache = self._logits(self.target_weights, cache, chunk, np.int32(start), real)
+            yield out
+            start += size
+
+    def warm_up(self, *, with_logits: bool = False) -> int:
+        """Compiles every program requests can reach; returns how many there are."""
+        for B in self.batch_sizes:
+            for S in self.capacities:
+                state = self.new_state([], batch=B, capacity=S)
+                for size in PREFILL_SIZES:
+                    self._enter("prefill", B, S, size)
+                    state = self._prefill(self._weights, state, np.int32(0), size=size)
+                _, block = self.decode(state, 1, np.zeros((B,), np.bool_))
+                jax.device_get(block)
+        for S in self.capacities if with_logits else ():
+            for size in PREFILL_SIZES:
+                self._enter("logits", S, size)
+                chunk, cache = np.zeros((1, size), np.int32), self._allocate(1, S)[0]
+                self._logits(self.target_weights, cache, chunk, np.int32(0), np.int32(1))
+        self._is_warm = True
+        return len(self._buckets)
+
+    def _limit(self, request: Request) -> int:
+        new = request.params.max_new_tokens
+        return self.max_length if new is None else min(len(request.prompt) + new, self.max_length)
+
+
+class Run:
+    """A batch of requests on its way; iterating gives each block's updates as they come.
+
+    Rows named by `cancel` end before the next block. `prefill_seconds` and `decode_seconds` grow
+    as the run goes.
+    """
+
+    def __init__(self, engine: Engine, requests: Sequence[Request], *, is_streaming: bool = False):
+        if not 0 < len(requests) <= engine.max_batch:
+            raise ValueError(f"{len(requests)} requests; a run takes 1 to {engine.max_batch}")
+        self.prefill_seconds = 0.0
+        self.decode_seconds = 0.0
+        self._engine = engine
+        self._requests = requests
+        self._is_streaming = is_streaming
+        self._cancelled: set[int] = set()
+
+    def cancel(self, row: int) -> None:
+        """Ends a row that is still running, as stopped."""
+        self._cancelled.add(row)
+
+    def __iter__(self) -> Iterator[list[RowUpdate]]:
+        engine, requests = self._engine, self._requests
+        began = time.perf_counter()
+        state = engine.new_state(requests)
+        state = engine.prefill(state, max(len(r.prompt) for r in requests) - 1)
+        jax.block_until_ready(state.cache)
+        self.prefill_seconds = time.perf_counter() - began
+        running = set(range(len(requests)))
+        num_cycles = 1 if self._is_streaming else MAX_BLOCK_TOKENS
+        while running - self._cancelled:
+            began = time.perf_counter()
+            cancelled = np.zeros(state.lengths.shape, np.bool_)
+            cancelled[list(self._cancelled)] = True
+            state, block = engine.decode(state, num_cycles, cancelled)
+            updates = _row_updates(requests, block, running)
+            seconds = time.perf_counter() - began
+            self.decode_seconds += seconds
+            running -= {u.row for u in updates if u.finish != Finish.RUNNING}
+            yield updates
+            # Text should flow: blocks grow until one takes as long as a reader notices.
+            if self._is_streaming and seconds < STREAM_BLOCK_SECONDS:
+                num_cycles = min(2 * num_cycles, MAX_BLOCK_TOKENS)
+
+
+def _row_updates(
+    requests: Sequence[Request], block: Block, running: set[int]
+) -> list[RowUpdate]:
+    """Reads back a block; the logprobs only if some row asked for them."""
+    small = jax.device_get(block._replace(log=None))
+    wants_log = any(requests[row].params.logprobs is not None for row in running)
+    log = jax.device_get(block.log) if wants_log else None
+    updates = []
+    for row in sorted(running):
+        count, params = int(small.counts[row]), requests[row].params
+        ids = tuple(small.tokens[row, :count].tolist())
+        logprobs = None
+        if params.logprobs is not None and log is not None:
+            logprobs = tuple(
+                TokenLogprobs(
+                    token_id=token,
+                    logprob=float(log.logprob[row, at]),
+                    top=tuple(
+                        zip(
+                            log.top_ids[row, at, : params.logprobs].tolist(),
+                            log.top_logprobs[row, at, : params.logprobs].tolist(),
+                            strict=True,
+                        )
+                    ),
+                )
+                for at, token in enumerate(ids)
+            )
+        updates.append(
+            RowUpdate(
+                row=row,
+                token_ids=ids,
+                finish=Finish(int(small.reasons[row])),
+                cycles=int(small.cycles[row]),
+                logprobs=logprobs,
+            )
+        )
+    return updates
+
+
+def weight_pspecs(weights: nnx.State, rules: Rules) -> nnx.State:
+    """Each parameter's placement, in the weights' structure."""
+    return jax.tree.map(
+        lambda param: param.replace(rules.pspec(param.axes)),
+        weights,
+        is_leaf=lambda x: isinstance(x, nnx.Variable),
+    )
+
+
+def ladder(first: int, growth: int, last: int) -> tuple[int, ...]:
+    """first, first * growth, ... and at the end the least multiple of `first` that holds `last`."""
+    top = -(-last // first) * first
+    sizes = []
+    size = first
+    while size < top:
+        sizes.append(size)
+        size *= growth
+    return (*sizes, top)
+
+
+def first_at_least(sizes: Sequence[int], wanted: int) -> int:
+    """The smallest of ascending sizes that holds `wanted`."""
+    return next(size for size in sizes if size >= wanted)

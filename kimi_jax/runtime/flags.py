@@ -1,0 +1,29 @@
+"""Process-wide XLA settings, in one place because XLA reads them once, when its backend starts."""
+
+import logging
+import os
+
+import jax
+from jax._src import xla_bridge  # the only place that tells whether a backend has started
+
+_log = logging.getLogger(__name__)
+
+
+def set_host_device_count(count: int) -> None:
+    """Makes the CPU backend show `count` devices, for running a mesh without accelerators.
+
+    Raises:
+        RuntimeError: the backend is already up with fewer.
+    """
+    if xla_bridge.backends_are_initialized():
+        if jax.device_count() < count:
+            raise RuntimeError(
+                f"{count} devices are wanted, but JAX has already started with "
+                f"{jax.device_count()}: call set_host_device_count before anything that uses JAX, "
+                f"or set XLA_FLAGS=--xla_force_host_platform_device_count={count}"
+            )
+        return
+    flag = "--xla_force_host_platform_device_count"
+    kept = [f for f in os.environ.get("XLA_FLAGS", "").split() if not f.startswith(flag)]
+    os.environ["XLA_FLAGS"] = " ".join([*kept, f"{flag}={count}"])
+    _log.info("XLA_FLAGS=%s", os.environ["XLA_FLAGS"])

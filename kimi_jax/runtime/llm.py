@@ -1,0 +1,557 @@
+"""`LLM`: a checkpoint, its text and an engine behind the calls users make.
+
+    llm = LLM("kimi_jax/demo")                                  # or LLM("owner/name") from the hub
+    [result] = llm.generate("def fibonacci(n):", SamplingParams(max_new_tokens=64))
+    for piece in llm.stream("def fibonacci(n):"):
+        print(piece.text, end="")
+    result = llm.chat([{"role": "user", "content": "Hello"}], thinking=False)
+"""
+
+import dataclasses
+import json
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+from kimi_jax.checkpoint.load import load_params
+from kimi_jax.checkpoint.reader import CheckpointFiles, resolve
+from kimi_jax.checkpoint.table import check
+from kimi_jax.config import ModelConfig
+from kimi_jax.model.transformer import Kimi
+from kimi_jax.runtime.conditions import num_compiles
+from kimi_jax.runtime.decode import Finish
+from kimi_jax.runtime.engine import MAX_STOP_IDS, Drafter, Engine, Request, RowUpdate, TokenLogprobs
+from kimi_jax.runtime.mesh import MESH_AXES, MeshError, check_sizes, make_mesh, parse_mesh, rules_for
+from kimi_jax.runtime.sampling import SamplingParams
+from kimi_jax.text.chat import ChatTemplate
+from kimi_jax.text.reply import ReplyParser, ToolCall
+from kimi_jax.text.stream import TextStream, starts_in_thinking
+from kimi_jax.text.tokenizer import Tokenizer
+
+_log = logging.getLogger(__name__)
+
+DEMO = Path(__file__).resolve().parents[1] / "demo"
+"""The bundled demo checkpoint's folder."""
+
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+DEFAULT_MAX_LENGTH = 4096
+
+THINKING_SAMPLING = SamplingParams(temperature=1.0, top_p=0.95)
+"""The published recommendation for replies with thinking; `chat`'s default."""
+INSTANT_SAMPLING = SamplingParams(temperature=0.6, top_p=0.95)
+"""The published recommendation for replies without thinking."""
+
+Prompt = str | Sequence[int]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Usage:
+    """Token counts of one request; the ending token counts as new."""
+
+    prompt_tokens: int
+    new_tokens: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Timings:
+    """Of the batch a request ran in.
+
+    Seconds include compiles, if `compiles` is not zero. `tokens_per_second` is this request's new
+    tokens over the decode seconds; `cycles` are the steps it was live in.
+    """
+
+    prefill_seconds: float
+    decode_seconds: float
+    tokens_per_second: float
+    cycles: int
+    compiles: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Result:
+    """One finished request.
+
+    `text` is everything emitted, without control tokens and without a matched stop string.
+    `token_ids` are the tokens emitted, the ending one included. `reasoning` and `tool_calls` are
+    filled by `chat`, whose `text` is the reply's content alone. `finish_reason` is "stop" (a stop
+    token or string) or "length" (`max_new_tokens`, or the context is full).
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    usage: Usage
+    timings: Timings
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Piece:
+    """What `stream` yields: new text, and with the last piece the finished result."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    result: Result | None = None
+
+
+class LLM:
+    """A loaded model, ready to generate.
+
+    Args:
+        path_or_id: checkpoint folder in the published layout, or a hub id "owner/name".
+        drafter: what makes decoding speculative; None decodes one token a cycle.
+        mesh: devices to cut the model over: {"tensor": 8}, "expert=4,tensor=2", or a `jax` mesh
+            with these axes; None takes one device.
+        max_length: most tokens of a prompt and its reply; None takes the model's own limit, but
+            not more than 4096 (the cache's memory grows with it).
+        max_batch: most prompts that run together; `generate` takes any number.
+        dtype: "bfloat16" or "float32", of weights and activations; None takes bfloat16 on
+            accelerators and float32 on a CPU. Packed INT4 stays packed with either.
+        platform: "cpu" or "gpu"; an error where there is none. None takes JAX's default.
+        latent_norm_eps: overrides the epsilon of the latent norms (see `ModelConfig`).
+        progress: shows a bar while loading, when stderr is a terminal.
+
+    Raises:
+        CheckpointError, ConfigError, TokenizerError: the folder cannot be used, and everything
+            that is wrong with it; nothing has been built or compiled yet.
+        MeshError: a mesh the machine or the model does not fit, and those that would work.
+    """
+
+    def __init__(
+        self,
+        path_or_id: str | Path,
+        drafter: Drafter | None = None,
+        mesh: Mapping[str, int] | str | Mesh | None = None,
+        *,
+        max_length: int | None = None,
+        max_batch: int = 8,
+        dtype: str | None = None,
+        platform: str | None = None,
+        latent_norm_eps: float | None = None,
+        progress: bool = True,
+    ):
+        if max_batch < 1:
+            raise ValueError(f"max_batch is {max_batch}, expected at least 1")
+        folder = resolve(path_or_id)
+        cfg = ModelConfig.from_folder(folder)
+        if latent_norm_eps is not None:
+            cfg = dataclasses.replace(cfg, latent_norm_eps=latent_norm_eps)
+        plan = check(cfg, CheckpointFiles.open(folder))
+        self.cfg = cfg = plan.cfg
+        self.tokenizer = Tokenizer.from_folder(folder)
+        if self.tokenizer.vocab_size > cfg.vocab_size:
+            raise ValueError(
+                f"{folder}: the tokenizer has {self.tokenizer.vocab_size} ids, the model's "
+                f"vocabulary {cfg.vocab_size}"
+            )
+        self._folder = folder
+        self._template: ChatTemplate | None = None
+        self.mesh = mesh if isinstance(mesh, Mesh) else _mesh(mesh, platform)
+        if set(self.mesh.axis_names) != set(MESH_AXES):
+            raise MeshError(f"mesh axes {self.mesh.axis_names}; expected {MESH_AXES}")
+        check_sizes(cfg, self.mesh)
+        kind = self.mesh.devices.flat[0].platform
+        self.dtype = dtype or ("float32" if kind == "cpu" else "bfloat16")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype is {dtype!r}, expected one of {sorted(DTYPES)}")
+        self.max_length = _max_length(max_length, cfg)
+        self._stop_ids = _stop_ids(cfg, folder, self.tokenizer)
+        _log.info("%d %s device(s), %s", self.mesh.size, kind, self.dtype)
+
+        abstract = nnx.eval_shape(lambda: Kimi(cfg, dtype=DTYPES[self.dtype], rngs=nnx.Rngs(0)))
+        graph, state = nnx.split(abstract)
+        rules = rules_for(self.mesh)
+        wanted = {
+            _dotted(path): jax.ShapeDtypeStruct(
+                param.shape,
+                param.dtype,
+                sharding=NamedSharding(self.mesh, rules.pspec(param.axes)),
+            )
+            for path, param in nnx.to_flat_state(state)
+        }
+        began = time.perf_counter()
+        params = load_params(plan, wanted, progress=progress)
+        self.load_seconds = time.perf_counter() - began
+        flat = [
+            (path, param.replace(params[_dotted(path)]))
+            for path, param in nnx.to_flat_state(state)
+        ]
+        self.engine = Engine(
+            cfg,
+            graph,
+            nnx.from_flat_state(flat),
+            self.mesh,
+            max_length=self.max_length,
+            max_batch=max_batch,
+            drafter=drafter,
+        )
+
+    @property
+    def model(self) -> Kimi:
+        """The model's module, its weights shared: for `kimi_jax.model.transformer.forward`."""
+        return nnx.merge(self.engine.graph, self.engine.target_weights)
+
+    # Generating.
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Result]:
+        """A result for each prompt, in order; a batch is as many as `max_batch`.
+
+        Args:
+            prompts: texts or token-id lists, one or many. Text is encoded as it is, without a
+                template. An empty prompt begins with the BOS token.
+            params: for all prompts, or one for each; None is greedy.
+
+        Raises:
+            ValueError: a prompt or option that cannot run, named by its index, before any runs.
+        """
+        requests = self._requests(prompts, params)
+        results: list[Result] = []
+        size = self.engine.max_batch
+        for start in range(0, len(requests), size):
+            batch = requests[start : start + size]
+            sinks = [_TextSink(self.tokenizer, r) for r in batch]
+            for _ in self._drive(batch, sinks, is_streaming=False):
+                pass
+            results += [sink.result() for sink in sinks]
+        return results
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
+        """Yields the reply piece by piece, never half a character or part of a stop string.
+
+        The last piece carries the `Result`. Leaving the loop early ends the request.
+        """
+        (request,) = self._requests([prompt], params)
+        return self._stream(request, _TextSink(self.tokenizer, request))
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        thinking: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> Result:
+        """The assistant's reply to a conversation, its reasoning and tool calls parsed.
+
+        Args:
+            messages: in the common chat format; rendered with the checkpoint's own template.
+            params: None takes the published sampling for thinking or instant replies.
+            thinking: whether the reply begins by reasoning.
+            tools: functions the model may call, as JSON-schema declarations.
+        """
+        request = self.chat_request(messages, params, thinking=thinking, tools=tools)
+        sink = _ChatSink(self.tokenizer, request)
+        for _ in self._drive([request], [sink], is_streaming=False):
+            pass
+        return sink.result()
+
+    def chat_stream(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        thinking: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> Iterator[Piece]:
+        """`chat`, piece by piece: reasoning and content as they come, the result at the end."""
+        request = self.chat_request(messages, params, thinking=thinking, tools=tools)
+        return self._stream(request, _ChatSink(self.tokenizer, request))
+
+    def chat_request(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        thinking: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> Request:
+        """The request `chat` runs: the rendered prompt and the options in force."""
+        if self._template is None:
+            self._template = ChatTemplate.from_folder(self._folder, self.tokenizer)
+        ids = self._template.render(list(messages), thinking=thinking, tools=tools)
+        chosen = params or (THINKING_SAMPLING if thinking else INSTANT_SAMPLING)
+        return self._requests([ids], chosen)[0]
+
+    # Evaluating.
+
+    def logits(self, token_ids: Sequence[int]) -> np.ndarray:
+        """Float32 [T, V]: the model's logits after each token."""
+        ids = self._check_ids(token_ids, "token_ids")
+        parts = [np.asarray(part) for part in self.engine.logits(ids)]
+        return np.concatenate(parts)[: len(ids)]
+
+    def score(self, prompts: Prompt | Sequence[Prompt]) -> list[np.ndarray]:
+        """Per prompt, float32 [T - 1]: the log-probability of each token given those before it."""
+        scores = []
+        for index, prompt in enumerate(_as_list(prompts)):
+            ids = self._check_ids(self._encode(prompt), f"prompt {index}")
+            following = np.asarray([*ids[1:], 0], np.int32)
+            parts, start = [], 0
+            for part in self.engine.logits(ids):
+                wanted = np.zeros((part.shape[0],), np.int32)
+                real = following[start : start + part.shape[0]]
+                wanted[: len(real)] = real
+                parts.append(np.asarray(_log_probability(part, wanted)))
+                start += part.shape[0]
+            scores.append(np.concatenate(parts)[: len(ids) - 1])
+        return scores
+
+    def warm_up(self) -> int:
+        """Compiles every program a request can reach, so that none compiles later."""
+        return self.engine.warm_up(with_logits=True)
+
+    # Inside.
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+    def _check_ids(self, ids: Sequence[int], what: str) -> tuple[int, ...]:
+        ids = list(ids)
+        if not ids:
+            bos = self.cfg.bos_token_id
+            if bos is None:
+                raise ValueError(f"{what} is empty, and the model has no BOS token to begin with")
+            ids = [bos]
+        for token in ids:
+            if not isinstance(token, (int, np.integer)) or isinstance(token, bool):
+                raise ValueError(f"{what} holds {token!r}; expected text or token ids")
+            if not 0 <= token < self.cfg.vocab_size:
+                raise ValueError(
+                    f"{what} holds token id {token}, outside the vocabulary "
+                    f"0..{self.cfg.vocab_size - 1}"
+                )
+        if len(ids) > self.max_length:
+            raise ValueError(
+                f"{what} has {len(ids)} tokens, max_length is {self.max_length} (the model's own "
+                f"limit is {self.cfg.max_position_embeddings})"
+            )
+        return tuple(int(token) for token in ids)
+
+    def _requests(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[Request]:
+        listed = _as_list(prompts)
+        each = [params or SamplingParams()] * len(listed)
+        if isinstance(params, Sequence):
+            each = list(params)
+            if len(each) != len(listed):
+                raise ValueError(f"{len(listed)} prompts, but {len(each)} sampling params")
+        requests = []
+        for index, (prompt, own) in enumerate(zip(listed, each, strict=True)):
+            ids = self._check_ids(self._encode(prompt), f"prompt {index}")
+            if len(ids) >= self.max_length:
+                raise ValueError(
+                    f"prompt {index} has {len(ids)} tokens and leaves no room for a reply: "
+                    f"max_length is {self.max_length}"
+                )
+            own.check(self.cfg.vocab_size)
+            stops = set(own.stop_token_ids) | (set() if own.ignore_eos else set(self._stop_ids))
+            if len(stops) > MAX_STOP_IDS:
+                raise ValueError(
+                    f"prompt {index} has {len(stops)} stop ids, the model's own included; at most "
+                    f"{MAX_STOP_IDS}"
+                )
+            requests.append(Request(ids, own, tuple(sorted(stops))))
+        return requests
+
+    def _stream(self, request: Request, sink: "_TextSink | _ChatSink") -> Iterator[Piece]:
+        for [(text, token_ids)] in self._drive([request], [sink], is_streaming=True):
+            is_last = sink.finish != Finish.RUNNING
+            if text or is_last:
+                result = sink.result() if is_last else None
+                yield Piece(text=text, token_ids=token_ids, result=result)
+
+    def _drive(
+        self,
+        requests: list[Request],
+        sinks: "Sequence[_TextSink | _ChatSink]",
+        *,
+        is_streaming: bool,
+    ) -> Iterator[list[tuple[str, tuple[int, ...]]]]:
+        """Runs a batch, feeding every row's sink; yields each row's new text and ids."""
+        compiles = num_compiles()
+        run = self.engine.run(requests, is_streaming=is_streaming)
+        for updates in run:
+            new: list[tuple[str, tuple[int, ...]]] = [("", ())] * len(requests)
+            for update in updates:
+                sink = sinks[update.row]
+                new[update.row] = sink.feed(update)
+                if sink.finish != Finish.RUNNING and update.finish == Finish.RUNNING:
+                    run.cancel(update.row)
+                sink.prefill_seconds = run.prefill_seconds
+                sink.decode_seconds = run.decode_seconds
+                sink.compiles = num_compiles() - compiles
+            yield new
+
+
+class _Sink:
+    """Collects one row's tokens until the device or a stop string ends it."""
+
+    def __init__(self, tokenizer: Tokenizer, request: Request):
+        self.request = request
+        self.finish = Finish.RUNNING
+        self.prefill_seconds = self.decode_seconds = 0.0
+        self.compiles = 0
+        self._ends = set(request.stop_ids)
+        self._ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._cycles = 0
+
+    def feed(self, update: RowUpdate) -> tuple[str, tuple[int, ...]]:
+        """Takes a block's update; returns its new text and token ids."""
+        before = len(self._ids)
+        self._ids += update.token_ids
+        self._logprobs += update.logprobs or ()
+        self._cycles = update.cycles
+        self.finish = update.finish
+        # A token that ended the row is not part of its text.
+        ended = update.finish == Finish.STOP and bool(update.token_ids)
+        text_ids = update.token_ids[:-1] if ended else update.token_ids
+        text, kept = self._text(text_ids, is_last=update.finish != Finish.RUNNING)
+        if kept is not None:
+            del self._ids[kept:], self._logprobs[kept:]
+            self.finish = Finish.STOP
+        return text, tuple(self._ids[before:])
+
+    def _text(self, ids: Sequence[int], *, is_last: bool) -> tuple[str, int | None]:
+        """The text the ids add; if a stop string matched, how many of all ids to keep."""
+        raise NotImplementedError
+
+    def _common(self) -> dict[str, Any]:
+        seconds = self.decode_seconds
+        return dict(
+            token_ids=tuple(self._ids),
+            finish_reason="stop" if self.finish == Finish.STOP else "length",
+            usage=Usage(prompt_tokens=len(self.request.prompt), new_tokens=len(self._ids)),
+            timings=Timings(
+                prefill_seconds=self.prefill_seconds,
+                decode_seconds=seconds,
+                tokens_per_second=len(self._ids) / seconds if seconds else 0.0,
+                cycles=self._cycles,
+                compiles=self.compiles,
+            ),
+            logprobs=None if self.request.params.logprobs is None else tuple(self._logprobs),
+        )
+
+
+class _TextSink(_Sink):
+    """Plain text."""
+
+    def __init__(self, tokenizer: Tokenizer, request: Request):
+        super().__init__(tokenizer, request)
+        params = request.params
+        self._stream = TextStream(
+            tokenizer,
+            params.stop,
+            starts_in_thinking(tokenizer, request.prompt),
+            params.stop_in_thinking,
+            skip_special=params.skip_special_tokens,
+        )
+        self._parts: list[str] = []
+
+    def _text(self, ids: Sequence[int], *, is_last: bool) -> tuple[str, int | None]:
+        delta = self._stream.feed(ids)
+        text, stop = delta.text, delta.num_ids
+        if is_last or stop is not None:
+            text += self._stream.finish().text
+        self._parts.append(text)
+        return text, stop
+
+    def result(self) -> Result:
+        """The finished request."""
+        return Result(text="".join(self._parts), **self._common())
+
+
+class _ChatSink(_Sink):
+    """Reasoning, content and tool calls."""
+
+    def __init__(self, tokenizer: Tokenizer, request: Request):
+        super().__init__(tokenizer, request)
+        self._parser = ReplyParser(
+            tokenizer,
+            starts_in_thinking(tokenizer, request.prompt),
+            stop=request.params.stop,
+            stop_in_thinking=request.params.stop_in_thinking,
+        )
+
+    def _text(self, ids: Sequence[int], *, is_last: bool) -> tuple[str, int | None]:
+        events = self._parser.feed(ids)
+        stop = self._parser.num_ids_at_stop
+        if is_last or stop is not None:
+            events += self._parser.close()
+        return "".join(getattr(event, "text", "") for event in events), stop
+
+    def result(self) -> Result:
+        """The finished reply."""
+        reply = self._parser.finish()
+        return Result(
+            text=reply.content,
+            reasoning=reply.reasoning,
+            tool_calls=reply.tool_calls,
+            **self._common(),
+        )
+
+
+@jax.jit
+def _log_probability(logits_f32: jax.Array, token: jax.Array) -> jax.Array:
+    chosen = jnp.take_along_axis(logits_f32, token[:, None], axis=-1)[:, 0]
+    return chosen - jax.nn.logsumexp(logits_f32, axis=-1)
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or many, as a list; a flat list of ids is one prompt."""
+    if isinstance(prompts, str):
+        return [prompts]
+    listed = list(prompts)
+    if listed and all(isinstance(x, (int, np.integer)) for x in listed):
+        return [listed]  # type: ignore[list-item]
+    return listed  # type: ignore[return-value]
+
+
+def _dotted(path: tuple) -> str:
+    return ".".join(map(str, path))
+
+
+def _mesh(mesh: Mapping[str, int] | str | None, platform: str | None) -> Mesh:
+    return make_mesh(parse_mesh(mesh) if isinstance(mesh, str) else mesh, platform)
+
+
+def _max_length(max_length: int | None, cfg: ModelConfig) -> int:
+    limit = cfg.max_position_embeddings
+    if max_length is None:
+        return min(limit, DEFAULT_MAX_LENGTH)
+    if not 2 <= max_length <= limit:
+        raise ValueError(f"max_length is {max_length}, expected 2..{limit} for this model")
+    return max_length
+
+
+def _stop_ids(cfg: ModelConfig, folder: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The union of every end id the checkpoint names: config, generation config, tokenizer."""
+    ids = {*cfg.eos_token_id, *tokenizer.eos_ids}
+    path = folder / "generation_config.json"
+    if path.exists():
+        try:
+            eos = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        except (AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ValueError(f"{path}: not a JSON object ({error})") from None
+        ids |= set(eos if isinstance(eos, list) else [] if eos is None else [eos])
+    outside = sorted(i for i in ids if not 0 <= i < cfg.vocab_size)
+    if outside:
+        raise ValueError(f"{folder}: end-of-text ids {outside} lie outside the vocabulary")
+    return tuple(sorted(ids))
