@@ -117,7 +117,9 @@ def test_a_token_does_not_depend_on_its_neighbours(T, experts, assert_close):
     x, ids, combine = case(T)
     whole = run(x, experts, ids, combine)
     others = case(T, seed=100)
-    others = [np.concatenate([a[:1], b[1:]]) for a, b in zip((x, ids, combine), others, strict=True)]
+    others = [
+        np.concatenate([a[:1], b[1:]]) for a, b in zip((x, ids, combine), others, strict=True)
+    ]
     np.testing.assert_array_equal(run(others[0], experts, *others[1:])[0], whole[0])
     # Alone it takes another path of the implementation, which sums in another order.
     alone = run(x[:1], experts, ids[:1], combine[:1])[0]
@@ -180,3 +182,13 @@ def test_gradients_when_every_choice_is_absent():
     args = x, float_experts(), combine, np.full_like(ids, -1), x
     for gradient in jax.tree.leaves(gradients(expert_ffn)(*args)):
         assert not np.asarray(gradient).any()
+
+
+@pytest.mark.parametrize("T", [1, 16])
+def test_gradients_of_few_tokens(T, assert_close_to_scale):
+    """A short sequence trains as a long one does."""
+    x, ids, combine = case(T)
+    args = x, float_experts(), combine, ids, case(T, 50)[0]
+    results = (gradients(expert_ffn)(*args), gradients(dense_formula)(*args))
+    for a, b in zip(*map(jax.tree.leaves, results), strict=True):
+        assert_close_to_scale(a, b, 1e-5)

@@ -41,7 +41,9 @@ def test_slots_past_a_position_have_no_weight(arrays):
     expected = attend(*arrays, scale=SCALE)
     spoilt = cache.copy()
     spoilt[0, 3:], spoilt[1, 11:] = 1e30, -1e30
-    np.testing.assert_array_equal(attend(q_latent, q_rope, spoilt, positions, scale=SCALE), expected)
+    np.testing.assert_array_equal(
+        attend(q_latent, q_rope, spoilt, positions, scale=SCALE), expected
+    )
 
 
 def test_large_scores_do_not_overflow(arrays, assert_close):
