@@ -1,0 +1,309 @@
+"""Generates text from a prompt, or a chat reply, and says what it cost.
+
+    python scripts/generate.py --prompt "def fibonacci(n):"
+    python scripts/generate.py --prompt "Write a merge sort." --chat --no-thinking
+    python scripts/generate.py --model FOLDER_OR_HUB_ID --mesh tensor=8 --prompt "..." --quiet
+
+What it does: loads a checkpoint, streams the new text to stdout as it comes (after the prompt, if
+it is a completion), and ends stdout with one JSON line: the text, its token ids, how it finished,
+what it cost, and the conditions it ran under. The bundled demo takes about 15 s on two CPU cores,
+nearly all of it compiling, which `tokens_per_second` includes when `compiles` is not zero.
+
+Progress and errors go to stderr. Exit status: 0, 1 when the checkpoint, mesh or prompt cannot be
+used, 2 when an option is wrong. `--mesh` on a CPU runs on as many simulated devices.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import logging
+import math
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    # Set before the imports below, which take a second: Ctrl-C ends the process at once, without
+    # a traceback, and also while XLA compiles.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+import jax
+
+from kimi_jax import DEMO, LLM, Result, SamplingParams
+from kimi_jax.checkpoint.reader import CheckpointError, resolve
+from kimi_jax.runtime.conditions import conditions
+from kimi_jax.runtime.flags import set_host_device_count
+from kimi_jax.runtime.llm import DTYPES, INSTANT_SAMPLING, THINKING_SAMPLING, Piece
+from kimi_jax.runtime.mesh import MeshError, parse_mesh
+from kimi_jax.runtime.sampling import MIN_TEMPERATURE
+from kimi_jax.text.messages import ChatError, normalize_tools
+
+MOST_SIMULATED_DEVICES = 64
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The options."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--prompt", required=True, help="the text to go on from, or with --chat the user's turn")
+    add(
+        "--model",
+        default="demo",
+        help="a checkpoint folder, a hub id owner/name, or demo (default), the bundled one",
+    )
+    chat = parser.add_argument_group("chat")
+    add_chat = chat.add_argument
+    add_chat("--chat", action="store_true", help="render the prompt with the chat template")
+    add_chat("--no-thinking", action="store_true", help="reply without reasoning first")
+    add_chat("--system", help="a system message before the prompt")
+    add_chat("--tools", type=Path, metavar="FILE", help="a JSON list of tool declarations")
+    sampling = parser.add_argument_group("sampling and stopping")
+    add_sampling = sampling.add_argument
+    add_sampling("--max-new-tokens", type=int, default=256, help="default: %(default)s")
+    add_sampling(
+        "--temperature",
+        type=float,
+        help="0 takes the most likely token; default: 0, with --chat as published "
+        f"({THINKING_SAMPLING.temperature}, without thinking {INSTANT_SAMPLING.temperature})",
+    )
+    add_sampling(
+        "--top-p",
+        type=float,
+        help=f"default: 1 (off), with --chat as published ({THINKING_SAMPLING.top_p})",
+    )
+    add_sampling("--top-k", type=int, help="default: off; 0 and -1 are off too")
+    add_sampling("--seed", type=int, default=0, help="default: %(default)s, so that runs repeat")
+    add_sampling(
+        "--stop", action="append", default=[], metavar="TEXT", help="ends the text; repeatable"
+    )
+    machine = parser.add_argument_group("model and machine")
+    add_machine = machine.add_argument
+    add_machine("--mesh", help="devices to cut the model over: tensor=8 or expert=4,tensor=2")
+    add_machine("--platform", choices=("cpu", "gpu"), help="default: the best there is")
+    add_machine("--dtype", choices=sorted(DTYPES), help="default: float32 on a CPU, else bfloat16")
+    add_machine("--max-length", type=int, help="most tokens of prompt and reply together")
+    add_machine(
+        "--latent-norm-eps", type=float, help="epsilon of the latent norms; default: the model's"
+    )
+    add("--quiet", action="store_true", help="no streamed text and no progress, only the JSON line")
+    return parser
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """The options, checked as far as they can be without the checkpoint."""
+
+    model: str | Path
+    mesh: dict[str, int] | None
+    tools: list[dict[str, Any]] | None
+    params: SamplingParams
+
+
+def check(args: argparse.Namespace) -> Job:
+    """The job the options describe.
+
+    Raises:
+        ValueError: options that are wrong or contradict each other.
+    """
+    if not args.chat:
+        given = {
+            "--no-thinking": args.no_thinking,
+            "--system": args.system is not None,
+            "--tools": args.tools is not None,
+        }
+        if names := [name for name, is_given in given.items() if is_given]:
+            raise ValueError(f"only with --chat: {', '.join(names)}")
+    if args.max_length is not None and args.max_length < 2:
+        raise ValueError(f"--max-length is {args.max_length}, expected at least 2")
+    eps = args.latent_norm_eps
+    if eps is not None and not (math.isfinite(eps) and eps > 0):
+        raise ValueError(f"--latent-norm-eps is {eps}, expected a finite number over 0")
+    return Job(
+        model=_model(args.model),
+        mesh=None if args.mesh is None else parse_mesh(args.mesh),
+        tools=None if args.tools is None else read_tools(args.tools),
+        params=sampling_params(args),
+    )
+
+
+def sampling_params(args: argparse.Namespace) -> SamplingParams:
+    """The defaults of the mode, with the options given over them.
+
+    Raises:
+        ValueError: an option out of range, or one that would be ignored.
+    """
+    defaults = SamplingParams()
+    if args.chat:
+        defaults = INSTANT_SAMPLING if args.no_thinking else THINKING_SAMPLING
+    given = {
+        name: getattr(args, name)
+        for name in ("temperature", "top_p", "top_k")
+        if getattr(args, name) is not None
+    }
+    params = dataclasses.replace(
+        defaults,
+        max_new_tokens=args.max_new_tokens,
+        seed=args.seed,
+        stop=tuple(args.stop),
+        **given,
+    )
+    if params.temperature < MIN_TEMPERATURE:
+        filters = {"--top-p": args.top_p not in (None, 1), "--top-k": (args.top_k or 0) > 0}
+        if names := [name for name, is_on in filters.items() if is_on]:
+            raise ValueError(
+                f"only with a --temperature over 0 ({params.temperature:g} here): "
+                f"{', '.join(names)}"
+            )
+    return params
+
+
+def read_tools(path: Path) -> list[dict[str, Any]] | None:
+    """The tool declarations of a JSON file.
+
+    Raises:
+        ValueError: not a file of such declarations.
+    """
+    try:
+        return normalize_tools(json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise ValueError(f"--tools {path}: {error.strerror}") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"--tools {path}: not JSON ({error})") from None
+    except RecursionError:
+        raise ValueError(f"--tools {path}: nested too deeply") from None
+    except ChatError as error:
+        raise ValueError(f"--tools {path}: {error}") from None
+
+
+def _model(text: str) -> str | Path:
+    if text == "demo":
+        return DEMO
+    # What is not of the form owner/name is a folder; asking the hub can wait.
+    if text.count("/") != 1 or Path(text).parent.exists():
+        try:
+            return resolve(text)
+        except CheckpointError as error:
+            raise ValueError(f"--model {error}") from None
+    return text
+
+
+def start(args: argparse.Namespace, job: Job) -> tuple[LLM, Iterator[Piece]]:
+    """The loaded model, and its text to come.
+
+    Raises:
+        ValueError, OSError: the checkpoint, the mesh or the prompt cannot be used.
+    """
+    if args.platform == "cpu":
+        jax.config.update("jax_platforms", "cpu")
+    count = 1 if job.mesh is None else math.prod(job.mesh.values())
+    if 1 < count <= MOST_SIMULATED_DEVICES and args.platform != "gpu":
+        # Harmless where there turn out to be accelerators.
+        set_host_device_count(count)
+    llm = LLM(
+        job.model,
+        mesh=job.mesh,
+        max_length=args.max_length,
+        max_batch=1,
+        dtype=args.dtype,
+        platform=args.platform,
+        latent_norm_eps=args.latent_norm_eps,
+        progress=not args.quiet,
+    )
+    if not args.chat:
+        return llm, llm.stream(args.prompt, job.params)
+    messages = [{"role": "user", "content": args.prompt}]
+    if args.system is not None:
+        messages.insert(0, {"role": "system", "content": args.system})
+    thinking = not args.no_thinking
+    return llm, llm.chat_stream(messages, job.params, thinking=thinking, tools=job.tools)
+
+
+def show(pieces: Iterator[Piece], prompt: str, *, is_quiet: bool) -> Result:
+    """Prints the prompt and the text as it comes."""
+    result, before = None, prompt
+    for piece in pieces:
+        # The prompt goes out with the first text, so that nothing of stderr stands in between.
+        if not is_quiet:
+            print(before + piece.text, end="", flush=True)
+        before, result = "", piece.result
+    assert result is not None  # the last piece carries it
+    if not is_quiet:
+        print()
+    return result
+
+
+def report(args: argparse.Namespace, job: Job, llm: LLM, result: Result) -> dict[str, Any]:
+    """The JSON line."""
+    out: dict[str, Any] = {"text": result.text}
+    if args.chat:
+        calls = [dataclasses.asdict(call) for call in result.tool_calls]
+        out |= {"reasoning": result.reasoning, "tool_calls": calls}
+    sampling = dataclasses.asdict(job.params)
+    return out | {
+        "token_ids": result.token_ids,
+        "finish_reason": result.finish_reason,
+        **dataclasses.asdict(result.usage),
+        **dataclasses.asdict(result.timings),
+        "load_seconds": llm.load_seconds,
+        "conditions": conditions(
+            model=args.model,
+            dtype=llm.dtype,
+            mesh=dict(llm.mesh.shape),
+            max_length=llm.max_length,
+            context_length=result.usage.prompt_tokens + result.usage.new_tokens,
+            chat=args.chat,
+            thinking=args.chat and not args.no_thinking,
+            latent_norm_eps=llm.cfg.latent_norm_eps,
+            seed=sampling.pop("seed"),
+            sampling=sampling,
+        ),
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The command line."""
+    parser = make_parser()
+    args = parser.parse_args(argv)
+    try:
+        job = check(args)
+    except MeshError as error:
+        parser.error(f"--mesh: {error}")
+    except ValueError as error:
+        parser.error(str(error).removeprefix("SamplingParams: "))
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("kimi_jax").setLevel(logging.WARNING if args.quiet else logging.INFO)
+    with contextlib.suppress(AttributeError):
+        # A terminal that cannot show a character gets a stand-in, not an error.
+        sys.stdout.reconfigure(errors="replace")
+    try:
+        llm, pieces = start(args, job)
+    except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:
+        return fail(error)
+    try:
+        result = show(pieces, "" if args.chat else args.prompt, is_quiet=args.quiet)
+        print(json.dumps(report(args, job, llm, result)), flush=True)
+    except BrokenPipeError:
+        # Nobody reads on. What is left must not raise once more when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    except jax.errors.JaxRuntimeError as error:
+        return fail(error)
+    return 0
+
+
+def fail(error: Exception) -> int:
+    """Says what went wrong; the exit status."""
+    print(f"generate.py: error: {error}", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
