@@ -212,13 +212,21 @@ class _Reader:
             self.problems.append(f"{name} is missing")
             return kind(max(minimum, 1))
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or (kind is int and value != int(value)) or not math.isfinite(value):
+        is_number = is_number and math.isfinite(value)
+        if not is_number or (kind is int and value != int(value)):
             self.problems.append(f"{name} is {value!r}, expected {kind.__name__}")
             return kind(max(minimum, 1))
         if value < minimum:
             self.problems.append(f"{name} is {value!r}, expected at least {minimum}")
             return kind(max(minimum, 1))
         return kind(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.data.get(name, default)
+        if not isinstance(value, bool):
+            self.problems.append(f"{name} is {value!r}, expected true or false")
+            return default
+        return value
 
     def expect(self, name: str, allowed: tuple, default: Any) -> Any:
         value = self.data.get(name, default)
@@ -265,12 +273,21 @@ def _read(data: dict[str, Any]) -> ModelConfig:
     eps = read.number("rms_norm_eps", float, 1e-5, minimum=0.0)
     latent_eps = read.number("latent_norm_eps", float, 1e-6, minimum=0.0)
     scaling = read.number("routed_scaling_factor", float, 1.0, minimum=0.0)
+    norm_topk_prob = read.flag("norm_topk_prob", True)
     ids = {
         name: text.get(name, data.get(name))
         for name in ("bos_token_id", "pad_token_id", "eos_token_id")
     }
     eos = ids["eos_token_id"]
     eos = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
+    for name, value in (*ids.items(), *(("eos_token_id", e) for e in eos)):
+        several = name == "eos_token_id" and isinstance(value, list)
+        if value is not None and not several and (
+            not isinstance(value, int) or isinstance(value, bool)
+        ):
+            problem = f"{name} is {value!r}, expected a token id"
+            if problem not in read.problems:
+                read.problems.append(problem)
     if read.problems:
         raise ConfigError("config.json: " + "; ".join(read.problems))
     return ModelConfig(
@@ -278,7 +295,7 @@ def _read(data: dict[str, Any]) -> ModelConfig:
         n_group=n_group,
         topk_group=topk_group,
         rope=rope,
-        norm_topk_prob=bool(text.get("norm_topk_prob", True)),
+        norm_topk_prob=norm_topk_prob,
         routed_scaling_factor=scaling,
         rms_norm_eps=eps,
         latent_norm_eps=latent_eps,
@@ -345,6 +362,9 @@ def _read_quantization(
     if raw is None:
         return None
     where = "quantization_config"
+    if not isinstance(raw, dict):
+        read.problems.append(f"{where} is {raw!r}, expected an object")
+        return None
     if raw.get("quant_method") != "compressed-tensors" or raw.get("format") != "pack-quantized":
         read.problems.append(
             f"{where}: method {raw.get('quant_method')!r}, format {raw.get('format')!r}; supported: "
@@ -352,6 +372,9 @@ def _read_quantization(
         )
         return None
     groups = raw.get("config_groups") or {}
+    if not isinstance(groups, dict) or not all(isinstance(g, dict) for g in groups.values()):
+        read.problems.append(f"{where}: config_groups is {groups!r}, expected objects")
+        return None
     if len(groups) != 1:
         read.problems.append(f"{where}: {len(groups)} config_groups, supported: one")
         return None

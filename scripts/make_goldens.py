@@ -93,8 +93,10 @@ def decompress(tensors: dict[str, torch.Tensor], scheme: dict[str, Any]) -> dict
     return plain
 
 
-def load_reference(folder: str | Path) -> torch.nn.Module:
-    """The checkpoint in transformers: float32, eager attention, experts unpacked."""
+def load_reference(
+    folder: str | Path, dtype: torch.dtype = torch.float32, attention: str = "eager"
+) -> torch.nn.Module:
+    """The checkpoint in transformers, experts unpacked."""
     config = json.loads((Path(folder) / "config.json").read_text())
     tensors = dict(read_folder(Path(folder)))
     nested = "text_config" in config
@@ -104,7 +106,7 @@ def load_reference(folder: str | Path) -> torch.nn.Module:
         if quantization is not None:
             scheme = next(iter(quantization["config_groups"].values()))
             tensors = decompress(tensors, scheme)
-    tensors = {name: tensor.float().contiguous() for name, tensor in tensors.items()}
+    tensors = {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
     if nested:
         # A vision tower there is no weight for: as small as it goes, and never run.
         config["vision_config"] = {
@@ -129,8 +131,8 @@ def load_reference(folder: str | Path) -> torch.nn.Module:
         model, info = kind.from_pretrained(
             plain,
             config=config_kind.from_dict(config),
-            dtype=torch.float32,
-            attn_implementation="eager",
+            dtype=dtype,
+            attn_implementation=attention,
             output_loading_info=True,
         )
     text = model.config.get_text_config()

@@ -40,13 +40,9 @@ def expert_ffn(
     combine_f32: Float[Array, "T A"],
 ) -> Float[Array, "T D"]:
     """Weighted sum of the chosen experts' outputs, in float32; differentiable for float weights."""
-    if x.shape[0] == 1:
-        return _one_token(x, experts, expert_ids[0], combine_f32[0])
-    if x.shape[0] <= FEW_TOKENS:
-        return _few_tokens(x, experts, expert_ids, combine_f32)
     if isinstance(experts.gate_proj, Int4Weight):
-        return _many_tokens(x, experts, expert_ids, combine_f32)
-    return _many_tokens_differentiable(x, experts, expert_ids, combine_f32)
+        return _by_count(x, experts, expert_ids, combine_f32)
+    return _differentiable(x, experts, expert_ids, combine_f32)
 
 
 def num_experts(experts: ExpertWeights) -> int:
@@ -157,17 +153,18 @@ def _sort_by_expert(ids: Int[Array, "T A"], E: int) -> _Sorted:
     )
 
 
-def _many_tokens(
+def _by_count(
     x: jax.Array, experts: ExpertWeights, ids: jax.Array, combine_f32: jax.Array
 ) -> jax.Array:
+    if x.shape[0] == 1:
+        return _one_token(x, experts, ids[0], combine_f32[0])
+    if x.shape[0] <= FEW_TOKENS:
+        return _few_tokens(x, experts, ids, combine_f32)
     return _many_tokens_forward(x, experts, ids, combine_f32)[0]
 
 
-@jax.custom_vjp
-def _many_tokens_differentiable(
-    x: jax.Array, experts: ExpertWeights, ids: jax.Array, combine_f32: jax.Array
-) -> jax.Array:
-    return _many_tokens(x, experts, ids, combine_f32)
+_differentiable = jax.custom_vjp(_by_count)
+"""For gradients, any number of tokens goes the way of many."""
 
 
 def _many_tokens_forward(
@@ -222,7 +219,7 @@ def _many_tokens_backward(residuals: tuple, d_out_f32: jax.Array) -> tuple:
     return jnp.sum(d_x_pairs, axis=1), d_experts, no_gradient, jnp.where(is_here, d_combine, 0.0)
 
 
-_many_tokens_differentiable.defvjp(_many_tokens_forward, _many_tokens_backward)
+_differentiable.defvjp(_many_tokens_forward, _many_tokens_backward)
 
 
 def _add_at(total: jax.Array, one: jax.Array, at: jax.Array) -> jax.Array:

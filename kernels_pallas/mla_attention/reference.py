@@ -9,34 +9,48 @@ the cached rows [latent | rotated key], values their latent part.
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 
 def mla_attention(
     q_latent: Float[Array, "B T N C"],
     q_rope: Float[Array, "B T N R"],
-    cache: Float[Array, "B S CR"],
+    cache: Float[Array, "BS CR"],
     positions: Int[Array, "B T"],
     *,
     scale: float,
 ) -> Float[Array, "B T N C"]:
     """Attends slots 0..position of each row; softmax in float32, result in the query's dtype.
 
-    The new tokens' own rows are already in the cache. Slots past a query's position are never
-    read as more than a zero weight, so they may hold anything finite.
+    Row b's slots are `cache[b*S:(b+1)*S]`, and the new tokens' own are among them already. Slots
+    past a query's position are never read as more than a zero weight, so they may hold anything
+    finite.
     """
-    C = q_latent.shape[-1]
-    S = cache.shape[1]
+    B, T, N, C = q_latent.shape
+    S = cache.shape[0] // B
     query = jnp.concatenate([q_latent, q_rope], axis=-1).astype(cache.dtype)
-    scores_f32 = jnp.einsum("btnc,bsc->btns", query, cache, preferred_element_type=jnp.float32)
-    visible = jnp.arange(S, dtype=positions.dtype) <= positions[:, :, None, None]
-    weights_f32 = jax.nn.softmax(jnp.where(visible, scores_f32 * scale, -jnp.inf), axis=-1)
+    query = query.reshape(B, T * N, -1)
+    visible = jnp.arange(S, dtype=positions.dtype) <= jnp.repeat(positions, N, axis=1)[..., None]
+    if B == 1:
+        # Products of matrices, not a batch of one: XLA:CPU then reads the cache where it lies.
+        out = _attend(query[0], cache, visible[0], scale, C)
+        return out.reshape(q_latent.shape).astype(q_latent.dtype)
+    rows = cache.reshape(B, S, -1)
+    out = jax.vmap(lambda q, c, v: _attend(q, c, v, scale, C))(query, rows, visible)
+    return out.reshape(q_latent.shape).astype(q_latent.dtype)
+
+
+def _attend(
+    query: Float[Array, "TN CR"],
+    cache: Float[Array, "S CR"],
+    visible: Bool[Array, "TN S"],
+    scale: float,
+    C: int,
+) -> Float[Array, "TN C"]:
+    f32 = jnp.float32
+    scores_f32 = jnp.matmul(query, cache.T, preferred_element_type=f32) * scale
+    weights_f32 = jax.nn.softmax(jnp.where(visible, scores_f32, -jnp.inf), axis=-1)
     # The product runs over the cache's full width and is cut afterwards: cutting the cache first
     # makes XLA copy it, one copy a layer and step.
-    context = jnp.einsum(
-        "btns,bsc->btnc",
-        weights_f32.astype(cache.dtype),
-        cache,
-        preferred_element_type=jnp.float32,
-    )
-    return context[..., :C].astype(q_latent.dtype)
+    context = jnp.matmul(weights_f32.astype(cache.dtype), cache, preferred_element_type=f32)
+    return context[:, :C]

@@ -10,38 +10,36 @@ from kimi_jax.config import ModelConfig
 
 @pytree_dataclass
 class LatentCache:
-    """One [B, S, C+R] array a layer: the latent after its norm, the shared key after RoPE.
+    """One [B*S, C+R] array a layer: the latent after its norm, the shared key after RoPE.
 
-    A slot is a position. Which slots count follows from the queries' positions alone, so dropping
-    rejected tokens is dropping their lengths: their slots are written over later.
+    Batch row b owns slots b*S to (b+1)*S, and a slot's place in them is its token's position. Which
+    slots count follows from the queries' positions alone, so dropping rejected tokens is dropping
+    their lengths: their slots are written over later.
+
+    Rows and slots share one axis because XLA:CPU copies the whole cache at every step otherwise:
+    it fuses the reshape of [1, S, C+R] into the write and then writes twice.
     """
 
-    layers: tuple[Float[Array, "B S CR"], ...]
+    layers: tuple[Float[Array, "BS CR"], ...]
 
     @classmethod
     def empty(cls, cfg: ModelConfig, batch: int, capacity: int, dtype: jnp.dtype) -> "LatentCache":
         """Zeros for `capacity` slots a row."""
-        shape = (batch, capacity, cfg.latent_width)
+        shape = (batch * capacity, cfg.latent_width)
         return cls(layers=tuple(jnp.zeros(shape, dtype) for _ in range(cfg.num_hidden_layers)))
-
-    @property
-    def capacity(self) -> int:
-        """Slots a row."""
-        return self.layers[0].shape[1]
 
 
 def write_rows(
-    cache: Float[Array, "B S CR"], rows: Float[Array, "B T CR"], start: Int[Array, " B"]
-) -> Float[Array, "B S CR"]:
+    cache: Float[Array, "BS CR"], rows: Float[Array, "B T CR"], start: Int[Array, " B"]
+) -> Float[Array, "BS CR"]:
     """The cache with each batch row's T new rows in slots start..start+T.
 
-    `start + T` must not pass the capacity: XLA would shift the write back over older rows.
+    `start + T` must not pass the capacity: it would reach into the next row's slots.
     """
-
-    def write(cache_row: jax.Array, new: jax.Array, at: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_slice(cache_row, new, (at, jnp.zeros_like(at)))
-
-    if cache.shape[0] == 1:
-        # Batched, the update becomes a scatter, which XLA:CPU runs a row at a time.
-        return write(cache[0], rows[0].astype(cache.dtype), start[0])[None]
-    return jax.vmap(write)(cache, rows.astype(cache.dtype), start)
+    B = rows.shape[0]
+    S = cache.shape[0] // B
+    rows = rows.astype(cache.dtype)
+    for b in range(B):
+        at = (start[b] + b * S, jnp.zeros_like(start[b]))
+        cache = jax.lax.dynamic_update_slice(cache, rows[b], at)
+    return cache

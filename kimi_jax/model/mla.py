@@ -73,7 +73,7 @@ def attend_absorbed(
     attn: Attention,
     cfg: ModelConfig,
     queries: Projected,
-    cache: Float[Array, "B S CR"],
+    cache: Float[Array, "BS CR"],
     positions: Int[Array, "B T"],
 ) -> Float[Array, "B T N H"]:
     """Attention over slots 0..position, the heads' key and value maps folded into q and out."""
@@ -105,7 +105,7 @@ def attend_naive_blocked(
     attn: Attention,
     cfg: ModelConfig,
     queries: Projected,
-    cache: Float[Array, "B S CR"],
+    cache: Float[Array, "BS CR"],
     positions: Int[Array, "B T"],
 ) -> Float[Array, "B T N H"]:
     """`attend_naive` over cache slots 0..position, a block of keys at a time.
@@ -114,14 +114,15 @@ def attend_naive_blocked(
     so the cost follows the context, not the capacity.
     """
     B, T, N, _ = queries.q_nope.shape
-    S, H = cache.shape[1], cfg.v_head_dim
+    S, H = cache.shape[0] // B, cfg.v_head_dim
+    slots_of_rows = cache.reshape(B, S, -1)
     block = min(KEY_BLOCK, S)
     if S % block:
         raise ValueError(f"a cache of {S} slots is not a multiple of the key block {block}")
 
     def attend_block(i: jax.Array, carry: tuple) -> tuple:
         out_f32, total_f32, largest_f32 = carry
-        rows = jax.lax.dynamic_slice_in_dim(cache, i * block, block, axis=1)
+        rows = jax.lax.dynamic_slice_in_dim(slots_of_rows, i * block, block, axis=1)
         k_nope, k_rope, v = _expand(attn, cfg, rows.astype(queries.q_nope.dtype))
         scores_f32 = _scores(queries, k_nope, k_rope, cfg.softmax_scale)
         slots = i * block + jnp.arange(block, dtype=positions.dtype)
@@ -151,13 +152,13 @@ def attention_layer(
     attn: Attention,
     cfg: ModelConfig,
     x: Float[Array, "B T D"],
-    cache: Float[Array, "B S CR"] | None,
+    cache: Float[Array, "BS CR"] | None,
     positions: Int[Array, "B T"],
     angles: tuple[jax.Array, jax.Array],
     rules: Rules,
     *,
     is_prefill: bool,
-) -> tuple[Float[Array, "B T D"], Float[Array, "B S CR"] | None]:
+) -> tuple[Float[Array, "B T D"], Float[Array, "BS CR"] | None]:
     """One attention layer and the cache with its tokens' rows written.
 
     Without a cache the T tokens are a whole sequence: causal, naive, differentiable.

@@ -94,7 +94,8 @@ def forward(
                 f"tap {tap} names no stream of this model: 0..{cfg.num_hidden_layers - 1} enter a "
                 f"layer, {cfg.num_hidden_layers} follows the last"
             )
-    x = embed(model, tokens, rules)
+    # The embedding may be stored narrower than the model computes.
+    x = embed(model, tokens, rules).astype(model.norm[...].dtype)
     angles = rope.cos_sin(positions, cfg.rope, cfg.qk_rope_head_dim)
 
     def run_block(block: Block, x: jax.Array, layer_cache: jax.Array | None):

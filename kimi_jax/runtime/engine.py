@@ -9,7 +9,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ from kimi_jax.runtime.decode import (
     Finish,
     Step,
     TokenLog,
+    Weights,
     chunk_sizes,
 )
 from kimi_jax.runtime.mesh import rules_for
@@ -44,6 +45,7 @@ MAX_STOP_IDS = 16
 STREAM_BLOCK_SECONDS = 0.03
 
 
+@runtime_checkable
 class Drafter(Protocol):
     """What speculation adds to the engine: a step of its own, and state beside the target's."""
 
@@ -106,7 +108,7 @@ class Engine:
         self,
         cfg: ModelConfig,
         graph: nnx.GraphDef,
-        weights: nnx.State,
+        weights: Weights,
         mesh: Mesh,
         *,
         max_length: int,
@@ -192,9 +194,7 @@ class Engine:
             )
             return run(weights, cache, tokens, start, num_real)
 
-        self._allocate = jax.jit(
-            allocate, static_argnums=(0, 1), out_shardings=self._everywhere
-        )
+        self._allocate = jax.jit(allocate, static_argnums=(0, 1), out_shardings=self._everywhere)
         self._prefill = jax.jit(prefill, static_argnames="size", donate_argnames="state")
         self._decode = jax.jit(decode, donate_argnames="state")
         self._logits = jax.jit(logits, donate_argnames="cache")
@@ -252,15 +252,18 @@ class Engine:
         sampling = make_sampling_state(params, self.cfg.vocab_size)
         self._enter("allocate", B, S)
         cache, log, own = self._allocate(B, S)
+        rows = dict(
+            tokens=tokens,
+            lengths=lengths,
+            prompt_lengths=lengths.copy(),
+            limits=row_limits,
+            stop_ids=stop_ids,
+            reasons=reasons,
+            block_start=lengths.copy(),
+            cycles=np.zeros((B,), np.int32),
+        )
         state = DecodeState(
-            tokens=tokens,  # type: ignore[arg-type]
-            lengths=lengths,  # type: ignore[arg-type]
-            prompt_lengths=lengths.copy(),  # type: ignore[arg-type]
-            limits=row_limits,  # type: ignore[arg-type]
-            stop_ids=stop_ids,  # type: ignore[arg-type]
-            reasons=reasons,  # type: ignore[arg-type]
-            block_start=lengths.copy(),  # type: ignore[arg-type]
-            cycles=np.zeros((B,), np.int32),  # type: ignore[arg-type]
+            **jax.device_put(rows, self._everywhere),
             sampling=sampling,
             cache=cache,
             log=log,
@@ -371,9 +374,7 @@ class Run:
                 num_cycles = min(2 * num_cycles, MAX_BLOCK_TOKENS)
 
 
-def _row_updates(
-    requests: Sequence[Request], block: Block, running: set[int]
-) -> list[RowUpdate]:
+def _row_updates(requests: Sequence[Request], block: Block, running: set[int]) -> list[RowUpdate]:
     """Reads back a block; the logprobs only if some row asked for them."""
     small = jax.device_get(block._replace(log=None))
     wants_log = any(requests[row].params.logprobs is not None for row in running)
@@ -410,7 +411,7 @@ def _row_updates(
     return updates
 
 
-def weight_pspecs(weights: nnx.State, rules: Rules) -> nnx.State:
+def weight_pspecs(weights: Weights, rules: Rules) -> Weights:
     """Each parameter's placement, in the weights' structure."""
     return jax.tree.map(
         lambda param: param.replace(rules.pspec(param.axes)),

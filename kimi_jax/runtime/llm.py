@@ -11,7 +11,7 @@ import dataclasses
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,30 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from kimi_jax.checkpoint.load import load_params
+from kimi_jax.checkpoint.reader import DTYPES as DTYPES_STORED
 from kimi_jax.checkpoint.reader import CheckpointFiles, resolve
-from kimi_jax.checkpoint.table import check
+from kimi_jax.checkpoint.table import Plan, check
 from kimi_jax.config import ModelConfig
 from kimi_jax.model.transformer import Kimi
 from kimi_jax.runtime.conditions import num_compiles
 from kimi_jax.runtime.decode import Finish
-from kimi_jax.runtime.engine import MAX_STOP_IDS, Drafter, Engine, Request, RowUpdate, TokenLogprobs
-from kimi_jax.runtime.mesh import MESH_AXES, MeshError, check_sizes, make_mesh, parse_mesh, rules_for
+from kimi_jax.runtime.engine import (
+    MAX_STOP_IDS,
+    PREFILL_SIZES,
+    Drafter,
+    Engine,
+    Request,
+    RowUpdate,
+    TokenLogprobs,
+)
+from kimi_jax.runtime.mesh import (
+    MESH_AXES,
+    MeshError,
+    check_sizes,
+    make_mesh,
+    parse_mesh,
+    rules_for,
+)
 from kimi_jax.runtime.sampling import SamplingParams
 from kimi_jax.text.chat import ChatTemplate
 from kimi_jax.text.reply import ReplyParser, ToolCall
@@ -41,7 +57,7 @@ _log = logging.getLogger(__name__)
 DEMO = Path(__file__).resolve().parents[1] / "demo"
 """The bundled demo checkpoint's folder."""
 
-DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+DTYPES = {name: jnp.dtype(name) for name in ("float32", "bfloat16")}
 DEFAULT_MAX_LENGTH = 4096
 
 THINKING_SAMPLING = SamplingParams(temperature=1.0, top_p=0.95)
@@ -161,7 +177,10 @@ class LLM:
             raise MeshError(f"mesh axes {self.mesh.axis_names}; expected {MESH_AXES}")
         check_sizes(cfg, self.mesh)
         kind = self.mesh.devices.flat[0].platform
-        self.dtype = dtype or ("float32" if kind == "cpu" else "bfloat16")
+        if platform is not None and platform != kind:
+            raise MeshError(f"platform is {platform!r}, but the mesh is of {kind} devices")
+        default_dtype = "float32" if kind == "cpu" else "bfloat16"
+        self.dtype = default_dtype if dtype is None else dtype
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {dtype!r}, expected one of {sorted(DTYPES)}")
         self.max_length = _max_length(max_length, cfg)
@@ -174,7 +193,7 @@ class LLM:
         wanted = {
             _dotted(path): jax.ShapeDtypeStruct(
                 param.shape,
-                param.dtype,
+                _stored_dtype(plan, _dotted(path)) or param.dtype,
                 sharding=NamedSharding(self.mesh, rules.pspec(param.axes)),
             )
             for path, param in nnx.to_flat_state(state)
@@ -183,8 +202,7 @@ class LLM:
         params = load_params(plan, wanted, progress=progress)
         self.load_seconds = time.perf_counter() - began
         flat = [
-            (path, param.replace(params[_dotted(path)]))
-            for path, param in nnx.to_flat_state(state)
+            (path, param.replace(params[_dotted(path)])) for path, param in nnx.to_flat_state(state)
         ]
         self.engine = Engine(
             cfg,
@@ -290,7 +308,7 @@ class LLM:
 
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
         """Float32 [T, V]: the model's logits after each token."""
-        ids = self._check_ids(token_ids, "token_ids")
+        ids = self._check_prompt(token_ids, "token_ids")
         parts = [np.asarray(part) for part in self.engine.logits(ids)]
         return np.concatenate(parts)[: len(ids)]
 
@@ -298,7 +316,7 @@ class LLM:
         """Per prompt, float32 [T - 1]: the log-probability of each token given those before it."""
         scores = []
         for index, prompt in enumerate(_as_list(prompts)):
-            ids = self._check_ids(self._encode(prompt), f"prompt {index}")
+            ids = self._check_prompt(prompt, f"prompt {index}")
             following = np.asarray([*ids[1:], 0], np.int32)
             parts, start = [], 0
             for part in self.engine.logits(ids):
@@ -312,15 +330,17 @@ class LLM:
 
     def warm_up(self) -> int:
         """Compiles every program a request can reach, so that none compiles later."""
-        return self.engine.warm_up(with_logits=True)
+        num_programs = self.engine.warm_up(with_logits=True)
+        self.score([[0] * min(size, self.max_length) for size in PREFILL_SIZES])
+        return num_programs
 
     # Inside.
 
-    def _encode(self, prompt: Prompt) -> list[int]:
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-
-    def _check_ids(self, ids: Sequence[int], what: str) -> tuple[int, ...]:
-        ids = list(ids)
+    def _check_prompt(self, prompt: Any, what: str) -> tuple[int, ...]:
+        """The token ids of a text or a list of ids, the BOS token if it is empty."""
+        if isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, Iterable):
+            raise ValueError(f"{what} is {prompt!r}; expected text or token ids")
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not ids:
             bos = self.cfg.bos_token_id
             if bos is None:
@@ -341,26 +361,27 @@ class LLM:
             )
         return tuple(int(token) for token in ids)
 
-    def _requests(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None,
-    ) -> list[Request]:
+    def _requests(self, prompts: Any, params: Any) -> list[Request]:
         listed = _as_list(prompts)
-        each = [params or SamplingParams()] * len(listed)
-        if isinstance(params, Sequence):
+        each = [SamplingParams() if params is None else params] * len(listed)
+        if isinstance(params, Sequence) and not isinstance(params, str):
             each = list(params)
             if len(each) != len(listed):
                 raise ValueError(f"{len(listed)} prompts, but {len(each)} sampling params")
         requests = []
         for index, (prompt, own) in enumerate(zip(listed, each, strict=True)):
-            ids = self._check_ids(self._encode(prompt), f"prompt {index}")
+            if not isinstance(own, SamplingParams):
+                raise TypeError(f"params of prompt {index} are {own!r}; expected SamplingParams")
+            ids = self._check_prompt(prompt, f"prompt {index}")
             if len(ids) >= self.max_length:
                 raise ValueError(
                     f"prompt {index} has {len(ids)} tokens and leaves no room for a reply: "
                     f"max_length is {self.max_length}"
                 )
-            own.check(self.cfg.vocab_size)
+            try:
+                own.check(self.cfg.vocab_size)
+            except ValueError as error:
+                raise ValueError(f"prompt {index}: {error}") from None
             stops = set(own.stop_token_ids) | (set() if own.ignore_eos else set(self._stop_ids))
             if len(stops) > MAX_STOP_IDS:
                 raise ValueError(
@@ -371,11 +392,15 @@ class LLM:
         return requests
 
     def _stream(self, request: Request, sink: "_TextSink | _ChatSink") -> Iterator[Piece]:
+        silent: tuple[int, ...] = ()
         for [(text, token_ids)] in self._drive([request], [sink], is_streaming=True):
             is_last = sink.finish != Finish.RUNNING
             if text or is_last:
                 result = sink.result() if is_last else None
-                yield Piece(text=text, token_ids=token_ids, result=result)
+                yield Piece(text=text, token_ids=silent + token_ids, result=result)
+                silent = ()
+            else:
+                silent += token_ids
 
     def _drive(
         self,
@@ -514,14 +539,25 @@ def _log_probability(logits_f32: jax.Array, token: jax.Array) -> jax.Array:
     return chosen - jax.nn.logsumexp(logits_f32, axis=-1)
 
 
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def _as_list(prompts: Any) -> list[Any]:
     """One prompt or many, as a list; a flat list of ids is one prompt."""
-    if isinstance(prompts, str):
+    if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
         return [prompts]
     listed = list(prompts)
     if listed and all(isinstance(x, (int, np.integer)) for x in listed):
-        return [listed]  # type: ignore[list-item]
-    return listed  # type: ignore[return-value]
+        return [listed]
+    return listed
+
+
+def _stored_dtype(plan: Plan, path: str) -> jnp.dtype | None:
+    """The files' own dtype for what is widened where it is used, whatever the model's dtype.
+
+    Embedding rows and INT4 scales: exact either way, and half the memory.
+    """
+    if path != "embed_tokens" and not path.endswith(".scale"):
+        return None
+    name = plan.file_names[plan.parameters[path].name_of(0)]
+    return jnp.dtype(DTYPES_STORED[plan.files.tensors[name].dtype])
 
 
 def _dotted(path: tuple) -> str:

@@ -71,9 +71,7 @@ def make_mesh(sizes: Mapping[str, int] | None, platform: str | None = None) -> M
             if kind == "cpu"
             else ""
         )
-        raise MeshError(
-            f"mesh {sizes} needs {wanted} devices, {len(devices)} {kind} found{hint}"
-        )
+        raise MeshError(f"mesh {sizes} needs {wanted} devices, {len(devices)} {kind} found{hint}")
     return Mesh(np.array(devices[:wanted]).reshape(shape), MESH_AXES)
 
 

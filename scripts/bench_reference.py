@@ -1,0 +1,223 @@
+"""Speed of one stream against transformers on the same checkpoints, and the memory of loading.
+
+    python scripts/bench_reference.py                     # demo and mini; about 12 minutes
+    python scripts/bench_reference.py --models demo --repeats 3
+
+What it measures, alternating between the two so that both meet the same machine, medians over the
+repeats: greedy decoding of one stream (tokens/s after the prompt; of transformers' `generate`, the
+time for n tokens less the time for one), and prefill of 512 tokens. transformers runs with its
+defaults (sdpa attention, all cores); INT4 experts are unpacked for it, since on a CPU it has no
+INT4 product. `mini` is a random checkpoint (make_random_checkpoint.py) in a temporary folder; its
+transformers dtype is bfloat16, the demo's float32. Peak memory of loading is measured in processes
+of their own, less what importing the framework takes.
+
+Needs the extra `reference`. Prints a table, then one JSON line.
+"""
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from kimi_jax import DEMO, LLM, SamplingParams
+from kimi_jax.runtime.conditions import conditions
+
+PROMPT_TOKENS = 16
+PREFILL_TOKENS = 512
+TRANSFORMERS_DTYPE = {"demo": "float32", "mini": "bfloat16"}
+NEW_TOKENS = {"demo": 128, "mini": 24}
+
+_LOAD = """
+import resource, sys
+import jax.numpy as jnp
+from kimi_jax import LLM
+jnp.zeros((8,)).block_until_ready()
+base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+LLM(sys.argv[1], max_length=512, max_batch=1, progress=False)
+print(base, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+def loading_memory(folder: Path) -> dict[str, Any]:
+    """Peak resident bytes that loading adds to the framework's own, over the size on disk."""
+    run = subprocess.run(
+        [sys.executable, "-c", _LOAD, str(folder)], capture_output=True, text=True, check=True
+    )
+    base, peak = (int(word) * 1024 for word in run.stdout.split()[-2:])
+    on_disk = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    return {
+        "bytes_on_disk": on_disk,
+        "framework_bytes": base,
+        "peak_bytes": peak,
+        "loading_over_disk": round((peak - base) / on_disk, 3),
+    }
+
+
+class Ours:
+    """This project, one stream."""
+
+    def __init__(self, folder: Path, new_tokens: int):
+        self._llm = LLM(folder, max_length=PREFILL_TOKENS + 256, max_batch=1, progress=False)
+        self.dtype = self._llm.dtype
+        self._new_tokens = new_tokens
+        self._rng = np.random.default_rng(0)
+        self.prefill()
+        self.decode()
+
+    def _prompt(self, length: int) -> list[int]:
+        return self._rng.integers(0, self._llm.cfg.vocab_size // 2, length).tolist()
+
+    def decode(self) -> float:
+        """Seconds a token."""
+        params = SamplingParams(max_new_tokens=self._new_tokens, ignore_eos=True)
+        [result] = self._llm.generate([self._prompt(PROMPT_TOKENS)], params)
+        return result.timings.decode_seconds / self._new_tokens
+
+    def prefill(self) -> float:
+        """Seconds for `PREFILL_TOKENS` tokens."""
+        params = SamplingParams(max_new_tokens=1, ignore_eos=True)
+        [result] = self._llm.generate([self._prompt(PREFILL_TOKENS + 1)], params)
+        return result.timings.prefill_seconds
+
+
+class Transformers:
+    """transformers, the same checkpoint, experts unpacked."""
+
+    def __init__(self, folder: Path, dtype: str, new_tokens: int):
+        import make_goldens
+        import torch
+
+        self._torch = torch
+        self._model = make_goldens.load_reference(folder, getattr(torch, dtype), attention="sdpa")
+        self._vocab_size = self._model.config.get_text_config().vocab_size
+        self._new_tokens = new_tokens
+        self._rng = np.random.default_rng(0)
+        self._generate(2)
+
+    def _prompt(self, length: int) -> Any:
+        return self._torch.tensor([self._rng.integers(0, self._vocab_size // 2, length).tolist()])
+
+    def _generate(self, count: int) -> float:
+        prompt = self._prompt(PROMPT_TOKENS)
+        began = time.perf_counter()
+        self._model.generate(
+            prompt,
+            attention_mask=self._torch.ones_like(prompt),
+            max_new_tokens=count,
+            min_new_tokens=count,
+            do_sample=False,
+        )
+        return time.perf_counter() - began
+
+    def decode(self) -> float:
+        """Seconds a token."""
+        return (self._generate(self._new_tokens) - self._generate(1)) / (self._new_tokens - 1)
+
+    def prefill(self) -> float:
+        """Seconds for `PREFILL_TOKENS` tokens."""
+        prompt = self._prompt(PREFILL_TOKENS)
+        began = time.perf_counter()
+        with self._torch.no_grad():
+            self._model(prompt, use_cache=True, logits_to_keep=1)
+        return time.perf_counter() - began
+
+
+def compare(
+    name: str, phase: str, ours: Callable[[], float], theirs: Callable[[], float], repeats: int
+) -> dict[str, Any]:
+    """One row: medians of alternating runs. Callables give seconds for one unit of work."""
+    tokens = PREFILL_TOKENS if phase == "prefill" else 1
+    pairs = [
+        (ours(), theirs())
+        for _ in tqdm(range(repeats), desc=f"{name} {phase}", disable=None, leave=False)
+    ]
+    our_seconds, their_seconds = (statistics.median(column) for column in zip(*pairs, strict=True))
+    ratios = sorted(theirs / ours for ours, theirs in pairs)
+    return {
+        "model": name,
+        "phase": phase,
+        "ours_tokens_per_second": round(tokens / our_seconds, 2),
+        "transformers_tokens_per_second": round(tokens / their_seconds, 2),
+        "ratio": round(their_seconds / our_seconds, 2),
+        "ratio_range": [round(ratios[0], 2), round(ratios[-1], 2)],
+        "repeats": repeats,
+    }
+
+
+def bench(name: str, folder: Path, repeats: int) -> list[dict[str, Any]]:
+    """Both phases of one model."""
+    dtype = TRANSFORMERS_DTYPE[name]
+    ours = Ours(folder, NEW_TOKENS[name])
+    theirs = Transformers(folder, dtype, NEW_TOKENS[name])
+    rows = [
+        compare(name, "decode", ours.decode, theirs.decode, repeats),
+        # transformers takes a minute for mini's prefill.
+        compare(name, "prefill", ours.prefill, theirs.prefill, max(1, repeats // 2)),
+    ]
+    return [row | {"ours_dtype": ours.dtype, "transformers_dtype": dtype} for row in rows]
+
+
+def main() -> None:
+    """Runs everything; see the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", default="demo,mini", help="of demo, mini (default: both)")
+    parser.add_argument("--mini", type=Path, help="an existing mini checkpoint (default: made)")
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args()
+    models = args.models.split(",")
+    if unknown := sorted(set(models) - set(TRANSFORMERS_DTYPE)):
+        parser.error(f"--models {','.join(unknown)}: expected of demo, mini")
+    if args.repeats < 1:
+        parser.error("--repeats must be at least 1")
+    try:
+        import compressed_tensors
+        import torch
+        import transformers
+    except ImportError as error:
+        parser.exit(1, f'{error}; install it with: pip install -e ".[reference]"\n')
+    from make_random_checkpoint import make_random_checkpoint
+
+    transformers.utils.logging.set_verbosity_error()
+    rows: list[dict[str, Any]] = []
+    memory: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for name in models:
+            folder = DEMO
+            if name == "mini":
+                folder = args.mini or Path(scratch) / "mini"
+                if args.mini is None:
+                    make_random_checkpoint(folder, "mini")
+            memory[name] = loading_memory(folder)
+            rows += bench(name, folder, args.repeats)
+    print(f"{'model':6} {'phase':8} {'ours tok/s':>11} {'transformers':>13} {'ratio':>7}")
+    for row in rows:
+        print(
+            f"{row['model']:6} {row['phase']:8} {row['ours_tokens_per_second']:11.1f} "
+            f"{row['transformers_tokens_per_second']:13.1f} {row['ratio']:7.2f}"
+        )
+    facts = conditions(
+        torch=torch.__version__,
+        torch_threads=torch.get_num_threads(),
+        transformers=transformers.__version__,
+        compressed_tensors=compressed_tensors.__version__,
+        prompt_tokens=PROMPT_TOKENS,
+        new_tokens=NEW_TOKENS,
+        prefill_tokens=PREFILL_TOKENS,
+        peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        seed=0,
+    )
+    print(json.dumps({"rows": rows, "memory": memory, "conditions": facts}))
+
+
+if __name__ == "__main__":
+    main()
