@@ -3,6 +3,7 @@
 import importlib
 import importlib.metadata
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -72,3 +73,12 @@ def test_importing_does_not_start_jax():
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip() == "False"
+
+
+def test_the_readme_lists_every_module_and_script():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"^\| `([^`]+\.py)` \|", text, re.MULTILINE))
+    folders = ("kimi_jax", "spec", "kernels_pallas", "scripts")
+    files = {path for folder in folders for path in (ROOT / folder).rglob("*.py")}
+    names = {p.relative_to(ROOT).as_posix() for p in files if p.name != "__init__.py"}
+    assert listed == names | {"tests/oracles.py"}
