@@ -22,7 +22,7 @@ from kimi_jax.axes import Rules
 from kimi_jax.config import ModelConfig
 from kimi_jax.model import rope
 from kimi_jax.model.cache import write_rows
-from kimi_jax.model.layers import gain, linear, rms_norm, weight
+from kimi_jax.model.layers import Keys, gain, linear, rms_norm, weight
 
 KEY_BLOCK = 256
 """Keys a prefill chunk expands at a time; bounds its memory whatever the context's length."""
@@ -31,7 +31,7 @@ KEY_BLOCK = 256
 class Attention(nnx.Module):
     """Weights of one attention layer."""
 
-    def __init__(self, cfg: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, cfg: ModelConfig, *, dtype: jnp.dtype, rngs: Keys):
         D, N, Q, C = cfg.hidden_size, cfg.num_attention_heads, cfg.q_lora_rank, cfg.kv_lora_rank
         U, R, H = cfg.qk_nope_head_dim, cfg.qk_rope_head_dim, cfg.v_head_dim
         self.q_a_proj = weight(rngs, "D Q", (D, Q), dtype, D)

@@ -16,7 +16,7 @@ from kernels_pallas.grouped_matmul.layout import GROUP_SIZE, Int4Weight
 from kernels_pallas.grouped_matmul.reference import ExpertWeights, expert_ffn
 from kimi_jax.axes import Rules
 from kimi_jax.config import ModelConfig
-from kimi_jax.model.layers import Mlp, partial_mlp, weight
+from kimi_jax.model.layers import Keys, Mlp, partial_mlp, weight
 
 
 class Int4Linear(nnx.Module):
@@ -31,7 +31,7 @@ class Int4Linear(nnx.Module):
 class Experts(nnx.Module):
     """Weights of the routed experts: floating point, or INT4 where the config is quantised."""
 
-    def __init__(self, cfg: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, cfg: ModelConfig, *, dtype: jnp.dtype, rngs: Keys):
         E, D, F = cfg.n_routed_experts, cfg.hidden_size, cfg.moe_intermediate_size
         if cfg.quantization is not None:
             self.gate_proj = Int4Linear("E D F", (E, D, F), dtype)
@@ -50,7 +50,7 @@ class Experts(nnx.Module):
 class Moe(nnx.Module):
     """Weights of a mixture-of-experts layer."""
 
-    def __init__(self, cfg: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, cfg: ModelConfig, *, dtype: jnp.dtype, rngs: Keys):
         D, E = cfg.hidden_size, cfg.n_routed_experts
         # Scores start close together, so that the balancing bias can tell experts apart.
         self.gate = weight(rngs, "D E_all", (D, E), dtype, 25 * D)

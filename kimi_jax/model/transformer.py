@@ -14,7 +14,7 @@ from kimi_jax.axes import WHOLE, Rules, pytree_dataclass
 from kimi_jax.config import ModelConfig
 from kimi_jax.model import rope
 from kimi_jax.model.cache import LatentCache
-from kimi_jax.model.layers import Mlp, gain, linear, mlp_layer, rms_norm, weight
+from kimi_jax.model.layers import Keys, KeySequence, Mlp, gain, linear, mlp_layer, rms_norm, weight
 from kimi_jax.model.mla import Attention, attention_layer
 from kimi_jax.model.moe import Moe, Routing, moe_layer
 
@@ -22,7 +22,7 @@ from kimi_jax.model.moe import Moe, Routing, moe_layer
 class Block(nnx.Module):
     """Weights of one transformer layer."""
 
-    def __init__(self, cfg: ModelConfig, layer: int, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(self, cfg: ModelConfig, layer: int, *, dtype: jnp.dtype, rngs: Keys):
         D = cfg.hidden_size
         self.input_layernorm = gain("D", D, dtype)
         self.self_attn = Attention(cfg, dtype=dtype, rngs=rngs)
@@ -42,13 +42,14 @@ class Kimi(nnx.Module):
     def __init__(self, cfg: ModelConfig, *, dtype: jnp.dtype, rngs: nnx.Rngs):
         D, V = cfg.hidden_size, cfg.vocab_size
         self.cfg = cfg
+        keys = KeySequence(rngs)
         # Rows about as large as what the blocks add: much smaller ones are lost under it.
-        self.embed_tokens = weight(rngs, "V D", (V, D), dtype, 4)
+        self.embed_tokens = weight(keys, "V D", (V, D), dtype, 4)
         layers = range(cfg.num_hidden_layers)
-        self.layers = nnx.List([Block(cfg, i, dtype=dtype, rngs=rngs) for i in layers])
+        self.layers = nnx.List([Block(cfg, i, dtype=dtype, rngs=keys) for i in layers])
         self.norm = gain("D", D, dtype)
         if not cfg.tie_word_embeddings:
-            self.lm_head = weight(rngs, "D V", (D, V), dtype, D)
+            self.lm_head = weight(keys, "D V", (D, V), dtype, D)
 
 
 @pytree_dataclass

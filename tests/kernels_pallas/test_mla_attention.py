@@ -10,7 +10,12 @@ from kernels_pallas.mla_attention.reference import mla_attention
 B, T, N, C, R, S = 2, 3, 4, 16, 8, 12
 SCALE = 0.37
 
-attend = jax.jit(mla_attention, static_argnames="scale")
+flat_attend = jax.jit(mla_attention, static_argnames="scale")
+
+
+def attend(q_latent, q_rope, cache, positions, *, scale):
+    """With the cache as [B, S, CR], which the loop reads row by row."""
+    return flat_attend(q_latent, q_rope, cache.reshape(-1, C + R), positions, scale=scale)
 
 
 def by_loop(q_latent, q_rope, cache, positions):
@@ -61,3 +66,11 @@ def test_bfloat16_cache_and_queries(arrays, assert_close):
     rounded = [np.asarray(a).astype(np.float64) for a in (q_latent, q_rope, cache)]
     # bfloat16 keeps 8 bits; softmax weights and the result are rounded once each.
     assert_close(out, by_loop(*rounded, arrays[3]), atol=2e-2)
+
+
+def test_a_batch_of_one_equals_its_row_in_a_batch(arrays, assert_close):
+    expected = attend(*arrays, scale=SCALE)
+    for b in range(B):
+        alone = attend(*(a[b : b + 1] for a in arrays), scale=SCALE)
+        # Another product shape may sum in another order.
+        assert_close(alone[0], expected[b], atol=1e-6)

@@ -129,4 +129,4 @@ def test_a_decoding_step(model, k25):
     assert scores.shape == (1, 1, 163840) and scores.dtype == jnp.float32
     assert [tap.shape for tap in out.taps] == [(1, 4, 7168)] * 3
     assert len(out.routing) == 60 and out.routing[0].expert_ids.shape == (4, 8)
-    assert {layer.shape for layer in out.cache.layers} == {(1, 262144, 576)}
+    assert {layer.shape for layer in out.cache.layers} == {(262144, 576)}

@@ -45,6 +45,14 @@ def positions_from(start, T: int) -> jax.Array:
 
 
 def _layer(attn, cfg, x, cache, start, form):
+    """With the cache as [B, S, CR] outside, and one axis of slots inside."""
+    if cache is None:
+        return _flat_layer(attn, cfg, x, cache, start, form)
+    out, flat = _flat_layer(attn, cfg, x, cache.reshape(-1, cache.shape[-1]), start, form)
+    return out, flat.reshape(cache.shape)
+
+
+def _flat_layer(attn, cfg, x, cache, start, form):
     positions = positions_from(start, x.shape[1])
     angles = rope.cos_sin(positions, cfg.rope, cfg.qk_rope_head_dim)
     if form != "naive":
@@ -53,8 +61,9 @@ def _layer(attn, cfg, x, cache, start, form):
     # Over the cache, which the layer itself never does: a mask in place of blocks.
     queries = mla.project(attn, cfg, x, *angles)
     cache = write_rows(cache, queries.rows, positions[:, 0])
-    visible = jnp.arange(cache.shape[1], dtype=jnp.int32) <= positions[:, :, None]
-    out = mla.attend_naive(attn, cfg, queries, cache, visible)
+    rows = cache.reshape(len(x), -1, cache.shape[-1])
+    visible = jnp.arange(rows.shape[1], dtype=jnp.int32) <= positions[:, :, None]
+    out = mla.attend_naive(attn, cfg, queries, rows, visible)
     return jnp.einsum("btnh,nhd->btd", out, attn.o_proj[...]), cache
 
 
@@ -245,16 +254,17 @@ def test_write_rows(rows):
     expected = cache.copy()
     for b in range(rows):
         expected[b, start[b] : start[b] + T] = new[b]
-    np.testing.assert_array_equal(jax.jit(write_rows)(cache, new, start), expected)
-    bf16 = jax.jit(write_rows)(jnp.asarray(cache).astype(jnp.bfloat16), new, start)
+    flat, expected = cache.reshape(-1, 24), expected.reshape(-1, 24)
+    np.testing.assert_array_equal(jax.jit(write_rows)(flat, new, start), expected)
+    bf16 = jax.jit(write_rows)(jnp.asarray(flat).astype(jnp.bfloat16), new, start)
     assert bf16.dtype == jnp.bfloat16
     np.testing.assert_array_equal(bf16, jnp.asarray(expected).astype(jnp.bfloat16))
 
 
 def test_empty_cache(tiny, k25):
     cache = LatentCache.empty(tiny, 2, 24, F32)
-    assert len(cache.layers) == 3 and cache.capacity == 24
-    assert all(layer.shape == (2, 24, 24) and not layer.any() for layer in cache.layers)
+    assert len(cache.layers) == 3
+    assert all(layer.shape == (2 * 24, 24) and not layer.any() for layer in cache.layers)
     shapes = jax.eval_shape(lambda: LatentCache.empty(k25, 1, 262144, jnp.dtype("bfloat16")))
     # 70,272 bytes a token over 61 layers.
     assert sum(layer.size * 2 for layer in shapes.layers) == 70272 * 262144
