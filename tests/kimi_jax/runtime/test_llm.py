@@ -59,14 +59,14 @@ def test_bfloat16_is_close_to_float32(make_llm, llm, ids, on):
     assert found.dtype == np.float32
     error = np.sqrt(np.mean((found - expected) ** 2, -1) / np.mean(expected**2, -1))
     assert (error > 1e-4).all() and np.quantile(error, 0.9) < 0.03
-    [result] = half.generate([prompt[:9]], on(20, logprobs=1))
-    assert len(result.token_ids) == 20
-    logits = half.logits([*prompt[:9], *result.token_ids])[8:-1]
-    log_probs = jax.nn.log_softmax(logits)
+    [result] = half.generate([prompt[:1]], on(39, logprobs=1))
+    assert len(result.token_ids) == 39
+    log_probs = jax.nn.log_softmax(half.logits([*prompt[:1], *result.token_ids])[:-1])
     # Decoding attends in another form than prefill, so near ties may fall either way.
-    chosen = log_probs[np.arange(20), list(result.token_ids)]
-    assert (np.max(log_probs, axis=-1) - chosen < 0.2).all()
-    np.testing.assert_allclose([e.logprob for e in result.logprobs], chosen, atol=0.2)
+    chosen = log_probs[np.arange(39), list(result.token_ids)]
+    given = np.array([entry.logprob for entry in result.logprobs])
+    assert np.quantile(np.abs(given - chosen), 0.9) < 0.1
+    assert np.quantile(np.max(log_probs, axis=-1) - chosen, 0.9) < 0.1
 
 
 def test_latent_norm_eps_can_be_overridden(folder, llm):
