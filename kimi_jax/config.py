@@ -45,7 +45,8 @@ class ModelConfig:
 
     `latent_norm_eps` is the epsilon of `q_a_layernorm` and `kv_a_layernorm`: 1e-6 in the reference
     code, `rms_norm_eps` in serving engines. No published config has the field; when a file does,
-    it is read.
+    it is read. `num_nextn_predict_layers` layers for multi-token prediction may follow in the
+    files; the model has none of them.
     """
 
     vocab_size: int
@@ -72,6 +73,7 @@ class ModelConfig:
     rms_norm_eps: float = 1e-5
     latent_norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
+    num_nextn_predict_layers: int = 0
     bos_token_id: int | None = None
     eos_token_id: tuple[int, ...] = ()
     pad_token_id: int | None = None
@@ -138,7 +140,6 @@ class ModelConfig:
             "topk_method": "noaux_tc",
             "attention_bias": False,
             "moe_layer_freq": 1,
-            "num_nextn_predict_layers": 0,
             "dtype": "bfloat16",
         }
         if quantization is not None:
@@ -206,7 +207,16 @@ class _Reader:
         self.data = data
         self.problems: list[str] = []
 
-    def number(self, name: str, kind: type, default: Any = None, minimum: float | int = 1) -> Any:
+    def number(
+        self,
+        name: str,
+        kind: type,
+        default: Any = None,
+        minimum: float | int = 1,
+        *,
+        is_open: bool = False,
+    ) -> Any:
+        """A number of at least `minimum`, of more than it if `is_open`."""
         value = self.data.get(name, default)
         if value is None:
             self.problems.append(f"{name} is missing")
@@ -216,8 +226,9 @@ class _Reader:
         if not is_number or (kind is int and value != int(value)):
             self.problems.append(f"{name} is {value!r}, expected {kind.__name__}")
             return kind(max(minimum, 1))
-        if value < minimum:
-            self.problems.append(f"{name} is {value!r}, expected at least {minimum}")
+        if value < minimum or (is_open and value == minimum):
+            bound = "more than" if is_open else "at least"
+            self.problems.append(f"{name} is {value!r}, expected {bound} {minimum}")
             return kind(max(minimum, 1))
         return kind(value)
 
@@ -241,7 +252,11 @@ def _read(data: dict[str, Any]) -> ModelConfig:
         raise ConfigError(f"text_config is {type(text).__name__}, expected an object")
     read = _Reader(text)
     count = {name: read.number(name, int) for name in _COUNTS}
-    zero_ok = {"first_k_dense_replace": None, "n_shared_experts": 0}
+    if "q_lora_rank" in text and text["q_lora_rank"] is None:
+        read.problems[read.problems.index("q_lora_rank is missing")] = (
+            "q_lora_rank is null: uncompressed queries (q_proj, no q_a_proj) are not supported"
+        )
+    zero_ok = {"first_k_dense_replace": None, "n_shared_experts": 0, "num_nextn_predict_layers": 0}
     for name, default in zero_ok.items():
         count[name] = read.number(name, int, default, minimum=0)
     n_group = read.number("n_group", int, 1)
@@ -251,6 +266,8 @@ def _read(data: dict[str, Any]) -> ModelConfig:
     read.expect("topk_method", ("noaux_tc",), "noaux_tc")
     read.expect("moe_layer_freq", (1,), 1)
     read.expect("attention_bias", (False, None), False)
+    read.expect("rope_interleave", (True,), True)
+    read.expect("partial_rotary_factor", (1, None), None)
     tie = read.expect("tie_word_embeddings", (True, False), data.get("tie_word_embeddings", False))
 
     if not read.problems:
@@ -282,8 +299,10 @@ def _read(data: dict[str, Any]) -> ModelConfig:
     eos = () if eos is None else tuple(eos) if isinstance(eos, list) else (eos,)
     for name, value in (*ids.items(), *(("eos_token_id", e) for e in eos)):
         several = name == "eos_token_id" and isinstance(value, list)
-        if value is not None and not several and (
-            not isinstance(value, int) or isinstance(value, bool)
+        if (
+            value is not None
+            and not several
+            and (not isinstance(value, int) or isinstance(value, bool))
         ):
             problem = f"{name} is {value!r}, expected a token id"
             if problem not in read.problems:
@@ -326,33 +345,74 @@ _COUNTS = (
 )
 
 
+# Keys that change nothing at these values; whatever else is not read is refused.
+_ROPE_WITHOUT_EFFECT = {"truncate": True, "partial_rotary_factor": 1}
+
+
 def _read_rope(text: dict[str, Any], read: _Reader) -> RopeConfig:
     # transformers >= 5 writes one `rope_parameters` dict; published files have the two older keys.
-    scaling = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    if not isinstance(scaling, dict):
-        read.problems.append(f"rope_scaling is {scaling!r}, expected an object")
+    stated = {
+        name: text[name]
+        for name in ("rope_parameters", "rope_scaling")
+        if text.get(name) not in (None, {})
+    }
+    wrong = [name for name, value in stated.items() if not isinstance(value, dict)]
+    if wrong:
+        read.problems += [f"{name} is {stated[name]!r}, expected an object" for name in wrong]
         return RopeConfig()
+    stated = {name: _without_nulls(value) for name, value in stated.items()}
+    where, scaling = next(iter(stated.items()), ("rope_scaling", {}))
+    if any(_scaling(other) != _scaling(scaling) for other in stated.values()):
+        read.problems.append("rope_parameters and rope_scaling say different things")
+    thetas = [
+        v["rope_theta"] for v in (*stated.values(), _without_nulls(text)) if "rope_theta" in v
+    ]
+    if any(theta != thetas[0] for theta in thetas):
+        read.problems.append(f"rope_theta is {' and '.join(map(repr, thetas))} at once")
+    theta = _Reader({"rope_theta": thetas[0]} if thetas else {})
     rope = _Reader(scaling)
-    theta = _Reader({"rope_theta": scaling.get("rope_theta", text.get("rope_theta"))})
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    base = theta.number("rope_theta", float, 10000.0)
-    if kind in ("default", None):
-        out = RopeConfig(theta=base)
+    base = theta.number("rope_theta", float, is_open=True)
+    kind = _scaling(scaling)["rope_type"]
+    if kind == "default":
+        out, used = RopeConfig(theta=base), set()
     elif kind in ("yarn", "deepseek_yarn"):
         out = RopeConfig(
             theta=base,
             factor=rope.number("factor", float),
-            beta_fast=rope.number("beta_fast", float, 32.0, minimum=0.0),
-            beta_slow=rope.number("beta_slow", float, 1.0, minimum=0.0),
+            beta_fast=rope.number("beta_fast", float, 32.0, minimum=0.0, is_open=True),
+            beta_slow=rope.number("beta_slow", float, 1.0, minimum=0.0, is_open=True),
             mscale=rope.number("mscale", float, 1.0, minimum=0.0),
             mscale_all_dim=rope.number("mscale_all_dim", float, 0.0, minimum=0.0),
             original_max_position_embeddings=rope.number("original_max_position_embeddings", int),
         )
+        used = {field.name for field in dataclasses.fields(RopeConfig)} - {"theta"}
+        # Alone, each means one thing in transformers and another in the models' own code.
+        has_both = scaling.get("mscale") and scaling.get("mscale_all_dim")
+        if not has_both and (out.mscale, out.mscale_all_dim) != (1.0, 0.0):
+            rope.problems.append(
+                f"mscale is {scaling.get('mscale')!r} and mscale_all_dim "
+                f"{scaling.get('mscale_all_dim')!r}, supported: both, or mscale 1 alone, or neither"
+            )
     else:
         read.problems.append(f"rope type is {kind!r}, supported: 'yarn' and 'default'")
-        out = RopeConfig()
-    read.problems += [f"rope_scaling: {p}" for p in (*rope.problems, *theta.problems)]
+        return RopeConfig()
+    for name, value in scaling.items():
+        if name in used or name in ("type", "rope_type", "rope_theta"):
+            continue
+        if _ROPE_WITHOUT_EFFECT.get(name) != value:
+            rope.problems.append(f"{name} is {value!r}, not supported with rope type {kind!r}")
+    read.problems += [*theta.problems, *(f"{where}: {p}" for p in rope.problems)]
     return out
+
+
+def _without_nulls(data: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in data.items() if value is not None}
+
+
+def _scaling(stated: dict[str, Any]) -> dict[str, Any]:
+    """One spelling of the type, and no `rope_theta`, which is compared on its own."""
+    rest = {n: v for n, v in stated.items() if n not in ("type", "rope_type", "rope_theta")}
+    return {"rope_type": stated.get("rope_type", stated.get("type", "default")), **rest}
 
 
 def _read_quantization(
@@ -367,8 +427,8 @@ def _read_quantization(
         return None
     if raw.get("quant_method") != "compressed-tensors" or raw.get("format") != "pack-quantized":
         read.problems.append(
-            f"{where}: method {raw.get('quant_method')!r}, format {raw.get('format')!r}; supported: "
-            "'compressed-tensors' with 'pack-quantized', or an unquantized checkpoint"
+            f"{where}: method {raw.get('quant_method')!r}, format {raw.get('format')!r}; "
+            "supported: 'compressed-tensors' with 'pack-quantized', or an unquantized checkpoint"
         )
         return None
     groups = raw.get("config_groups") or {}
@@ -380,6 +440,13 @@ def _read_quantization(
         return None
     (group,) = groups.values()
     weights = group.get("weights") or {}
+    if not isinstance(weights, dict):
+        read.problems.append(f"{where}: weights is {weights!r}, expected an object")
+        return None
+    ignore = raw.get("ignore") or []
+    if not isinstance(ignore, list) or not all(isinstance(entry, str) for entry in ignore):
+        read.problems.append(f"{where}: ignore is {ignore!r}, expected a list of names")
+        return None
     wanted = {
         "num_bits": (4,),
         "type": ("int",),
@@ -402,4 +469,4 @@ def _read_quantization(
             read.problems.append(f"{where}: {name} are quantized, supported: weights only")
     if raw.get("kv_cache_scheme") is not None:
         read.problems.append(f"{where}: kv_cache_scheme is set, supported: null")
-    return QuantizationConfig(group_size=32, ignore=tuple(raw.get("ignore") or ()))
+    return QuantizationConfig(group_size=32, ignore=tuple(ignore))

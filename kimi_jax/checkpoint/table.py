@@ -80,6 +80,7 @@ _EXPERT_SHAPES = (
     ("{e}.up_proj.weight_shape", "F D"),
     ("{e}.down_proj.weight_shape", "D F"),
 )
+_LAYER_NUMBER = re.compile(r"model\.layers\.(\d+)\.")
 _EXPERT_MODULE = re.compile(r"model\.layers\.\d+\.mlp\.experts\.\d+\.(gate|up|down)_proj")
 _BYTES_PER_WORD = VALUES_PER_WORD // 2
 
@@ -191,7 +192,7 @@ def check(cfg: ModelConfig, files: CheckpointFiles) -> Plan:
     Raises:
         CheckpointError: names everything that does not fit.
     """
-    found, problems = _text_names(files)
+    found, problems = _text_names(cfg, files)
     is_int4, explained, refused = _check_storage(cfg, found)
     problems += refused
     if cfg.tie_word_embeddings and "lm_head.weight" in found:
@@ -243,21 +244,29 @@ def check(cfg: ModelConfig, files: CheckpointFiles) -> Plan:
     )
 
 
-def _text_names(files: CheckpointFiles) -> tuple[dict[str, str], list[str]]:
-    """Text tensors by name without prefix, to their name in the files; and names met twice."""
+def _text_names(cfg: ModelConfig, files: CheckpointFiles) -> tuple[dict[str, str], list[str]]:
+    """Text tensors by name without prefix, to their name in the files; and names met twice.
+
+    Layers for multi-token prediction, numbered after the model's own, are left out.
+    """
     found: dict[str, str] = {}
     problems: list[str] = []
-    num_vision = 0
+    skipped = {"vision": 0, "multi-token prediction": 0}
+    first, num_layers = cfg.num_hidden_layers, cfg.num_nextn_predict_layers
     for name in files.tensors:
+        text_name = name.removeprefix(TEXT_PREFIX)
+        layer = _LAYER_NUMBER.match(text_name)
         if name.startswith(VISION_PREFIXES):
-            num_vision += 1
+            skipped["vision"] += 1
+        elif layer and first <= int(layer[1]) < first + num_layers:
+            skipped["multi-token prediction"] += 1
         elif not name.endswith(IGNORED_SUFFIXES):
-            text_name = name.removeprefix(TEXT_PREFIX)
             if text_name in found:
                 problems.append(f"{text_name} is there with and without {TEXT_PREFIX!r}")
             found[text_name] = name
-    if num_vision:
-        _log.info("%s: skipping %d vision tensors", files.folder, num_vision)
+    for what, number in skipped.items():
+        if number:
+            _log.info("%s: skipping %d %s tensors", files.folder, number, what)
     return found, problems
 
 

@@ -203,6 +203,7 @@ DEEPSEEK_V3 = {
     "rope_theta": 10000,
     "rope_scaling": YARN | {"beta_fast": 32, "beta_slow": 1, "factor": 40},
     "max_position_embeddings": 163840,
+    "num_nextn_predict_layers": 1,
     "bos_token_id": 0,
     "eos_token_id": 1,
     "tie_word_embeddings": False,
@@ -250,6 +251,16 @@ class TestPublished:
         inner |= {"rope_theta": theta, "rope_scaling": scaling | {"type": kind}}
         assert ModelConfig.from_dict(data) == K25_EXPECTED
 
+    def test_rope_parameters_as_transformers_saves_them(self):
+        """Both spellings of the type, unset keys as null, and what changes nothing."""
+        saved = YARN | {"rope_type": "yarn", "rope_theta": 50000.0, "attention_factor": None}
+        saved |= {"truncate": True, "partial_rotary_factor": 1.0}
+        data = text(rope_theta=None, rope_scaling=None, rope_parameters=saved, rope_interleave=True)
+        assert ModelConfig.from_dict(data).rope == K25_EXPECTED.rope
+        plain = {"rope_theta": 10000.0, "rope_type": "default"}
+        data = text(rope_theta=None, rope_scaling=None, rope_parameters=plain)
+        assert ModelConfig.from_dict(data).rope == RopeConfig(theta=10000.0)
+
     def test_k2_thinking_is_flat(self):
         data = copy.deepcopy(K25_TEXT)
         data["rope_scaling"]["beta_fast"] = 1.0
@@ -266,6 +277,7 @@ class TestPublished:
         assert (cfg.rope.theta, cfg.rope.factor) == (10000.0, 40.0)
         assert isinstance(cfg.rope.theta, float) and cfg.rms_norm_eps == 1e-6
         assert cfg.quantization is None and cfg.pad_token_id is None
+        assert cfg.num_hidden_layers == 61 and cfg.num_nextn_predict_layers == 1
         assert (cfg.bos_token_id, cfg.eos_token_id) == (0, (1,))
         assert [cfg.is_moe_layer(i) for i in range(5)] == [False] * 3 + [True] * 2
 
@@ -308,6 +320,14 @@ class TestFields:
         assert math.isclose(yarn_mscale(64.0, 1.0), 1.41588831, rel_tol=5e-9)
         assert math.isclose(yarn_mscale(32.0, 1.0), 1.34657359, rel_tol=5e-9)
         assert yarn_mscale(1.0, 1.0) == yarn_mscale(64.0, 0.0) == 1.0
+
+    @pytest.mark.parametrize(
+        "mscale, mscale_all_dim", [(None, None), (1.0, None), (1.0, 0.0), (0.7, 0.7), (0.5, 1.0)]
+    )
+    def test_mscales_of_one_meaning(self, mscale, mscale_all_dim):
+        scaling = YARN | {"mscale": mscale, "mscale_all_dim": mscale_all_dim}
+        rope = ModelConfig.from_dict(text(rope_scaling=scaling)).rope
+        assert (rope.mscale, rope.mscale_all_dim) == (mscale or 1.0, mscale_all_dim or 0.0)
 
     def test_latent_width(self):
         assert K25_EXPECTED.latent_width == 576
@@ -384,6 +404,68 @@ class TestRefused:
             message = refused(text(rope_scaling=YARN | {name: value}))
             assert f"rope_scaling: {name} is {value!r}" in message
 
+    @pytest.mark.parametrize("is_null", [True, False])
+    def test_queries_without_a_latent(self, is_null):
+        data = text()
+        del data["q_lora_rank"]
+        message = refused(data | {"q_lora_rank": None} if is_null else data)
+        assert ("uncompressed queries" in message) == is_null
+        assert ("q_lora_rank is missing" in message) != is_null
+
+    @pytest.mark.parametrize("value", [-1, 1.5, "1", True])
+    def test_ill_typed_number_of_prediction_layers(self, value):
+        message = refused(text(num_nextn_predict_layers=value))
+        assert f"num_nextn_predict_layers is {value!r}" in message
+
+    @pytest.mark.parametrize("name", ["beta_fast", "beta_slow"])
+    def test_beta_of_zero(self, name):
+        message = refused(text(rope_scaling=YARN | {name: 0}))
+        assert f"rope_scaling: {name} is 0, expected more than 0" in message
+
+    @pytest.mark.parametrize("value", [1, 1.0, 0.5])
+    def test_theta_of_one_or_less(self, value):
+        assert f"rope_theta is {value!r}, expected more than 1" in refused(text(rope_theta=value))
+
+    @pytest.mark.parametrize("scaling", [YARN, None])
+    def test_theta_has_no_default(self, scaling):
+        assert "rope_theta is missing" in refused(text(rope_theta=None, rope_scaling=scaling))
+
+    def test_two_thetas(self):
+        message = refused(text(rope_parameters=YARN | {"rope_theta": 10000.0}))
+        assert "rope_theta is 10000.0 and 50000.0 at once" in message
+
+    def test_two_scalings(self):
+        data = text(rope_parameters=YARN | {"factor": 32.0})
+        assert "rope_parameters and rope_scaling say different things" in refused(data)
+
+    @pytest.mark.parametrize(
+        "name, value",
+        [
+            ("attention_factor", 1.0),
+            ("truncate", False),
+            ("partial_rotary_factor", 0.5),
+            ("long_factor", [1.0]),
+            ("theta", 1e6),
+        ],
+    )
+    @pytest.mark.parametrize("where", ["rope_scaling", "rope_parameters"])
+    def test_rope_keys_that_are_not_read(self, where, name, value):
+        data = text(rope_scaling=None) | {where: YARN | {name: value}}
+        assert f"{where}: {name} is {value!r}, not supported" in refused(data)
+
+    def test_yarn_without_its_type(self):
+        scaling = {k: v for k, v in YARN.items() if k != "type"}
+        message = refused(text(rope_scaling=scaling))
+        assert "rope_scaling: factor is 64.0, not supported with rope type 'default'" in message
+
+    @pytest.mark.parametrize(
+        "mscale, mscale_all_dim", [(0.7, None), (0.7, 0.0), (None, 1.0), (0.0, 1.0), (0.0, None)]
+    )
+    def test_mscales_of_two_meanings(self, mscale, mscale_all_dim):
+        scaling = YARN | {"mscale": mscale, "mscale_all_dim": mscale_all_dim}
+        message = refused(text(rope_scaling=scaling))
+        assert f"mscale is {mscale!r} and mscale_all_dim {mscale_all_dim!r}" in message
+
     @pytest.mark.parametrize("name", ["factor", "original_max_position_embeddings"])
     def test_yarn_without_its_constants(self, name):
         scaling = {k: v for k, v in YARN.items() if k != name}
@@ -397,6 +479,8 @@ class TestRefused:
             ("topk_method", "greedy"),
             ("moe_layer_freq", 2),
             ("attention_bias", True),
+            ("rope_interleave", False),
+            ("partial_rotary_factor", 0.5),
             ("tie_word_embeddings", "false"),
         ],
     )
@@ -456,6 +540,10 @@ class TestRefused:
             ({"group__input_activations": {"num_bits": 8}}, "input_activations are quantized"),
             ({"group__output_activations": {"num_bits": 8}}, "output_activations are quantized"),
             ({"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme is set"),
+            ({"group__weights": [4]}, "weights is [4], expected an object"),
+            ({"group__weights": "int4"}, "weights is 'int4', expected an object"),
+            ({"ignore": "lm_head"}, "ignore is 'lm_head', expected a list of names"),
+            ({"ignore": [1]}, "ignore is [1], expected a list of names"),
         ],
     )
     def test_other_quantization(self, changes, reason):
@@ -494,6 +582,9 @@ VARIANTS = {
     "plain rope": text(rope_scaling=None),
     "deepseek": DEEPSEEK_V3,
     "several eos, no bos": text(eos_token_id=[1, 2], bos_token_id=None, latent_norm_eps=1e-5),
+    "yarn without mscales": text(
+        rope_scaling={k: v for k, v in YARN.items() if not k.startswith("mscale")}
+    ),
     "tied": text(tie_word_embeddings=True, n_shared_experts=0, norm_topk_prob=False),
 }
 

@@ -183,6 +183,35 @@ def test_a_right_checkpoint_gives_a_plan(tensors, save, cfg, plain_cfg, prefix, 
     assert not plan.is_int4 and plan.cfg == plain_cfg
 
 
+@pytest.mark.parametrize("prefix", ["", "language_model."])
+def test_prediction_layers_are_skipped(tensors, save, cfg, prefix, caplog):
+    """Whatever they are made of: their own projections, blocks of FP8, a second embedding."""
+    caplog.set_level(logging.INFO)
+    own = tensors(cfg, prefix)
+    extra = {
+        f"{prefix}model.layers.3.eh_proj.weight": np.zeros((64, 128), ml_dtypes.float8_e4m3fn),
+        f"{prefix}model.layers.3.eh_proj.weight_scale_inv": np.zeros((1, 1), np.float32),
+        f"{prefix}model.layers.3.embed_tokens.weight": np.zeros((64, 64), np.float32),
+        f"{prefix}model.layers.3.mlp.experts.0.up_proj.weight": np.zeros((256, 64), np.float32),
+        f"{prefix}model.layers.4.shared_head.norm.weight": np.zeros(64, np.float32),
+    }
+    folder = save(own | extra, cfg)
+    two = dataclasses.replace(cfg, num_nextn_predict_layers=2)
+    plan = check(folder, two)
+    assert (
+        plan.is_int4
+        and plan.file_names.keys() == check(save(own, two, "none"), two).file_names.keys()
+    )
+    assert [r.message for r in caplog.records if "skipping" in r.message] == [
+        f"{folder}: skipping 5 multi-token prediction tensors"
+    ]
+    one = dataclasses.replace(cfg, num_nextn_predict_layers=1)
+    text = problems_of(folder, one)
+    assert text == f"not part of this model: {prefix}model.layers.4.shared_head.norm.weight"
+    text = problems_of(folder, cfg)
+    assert f"{prefix}model.layers.3.embed_tokens.weight" in text and "layers.4" in text
+
+
 def test_ckp_3_missing_tensors_are_named(tensors, save, plain_cfg):
     wanted = tensors(plain_cfg, "language_model.")
     del wanted[f"language_model.{EXPERT}.weight"]
