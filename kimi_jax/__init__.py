@@ -2,5 +2,5 @@
 
 from kimi_jax.runtime.llm import DEMO as DEMO
 from kimi_jax.runtime.llm import LLM as LLM
-from kimi_jax.runtime.llm import Result as Result
+from kimi_jax.runtime.replies import Result as Result
 from kimi_jax.runtime.sampling import SamplingParams as SamplingParams

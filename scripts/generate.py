@@ -67,7 +67,11 @@ def make_parser() -> argparse.ArgumentParser:
     add_chat("--tools", type=Path, metavar="FILE", help="a JSON list of tool declarations")
     sampling = parser.add_argument_group("sampling and stopping")
     add_sampling = sampling.add_argument
-    add_sampling("--max-new-tokens", type=int, default=256, help="default: %(default)s")
+    add_sampling(
+        "--max-new-tokens",
+        type=int,
+        help=f"default: {SamplingParams().max_new_tokens}, with --chat until the context is full",
+    )
     add_sampling(
         "--temperature",
         type=float,
@@ -145,12 +149,11 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
         defaults = INSTANT_SAMPLING if args.no_thinking else THINKING_SAMPLING
     given = {
         name: getattr(args, name)
-        for name in ("temperature", "top_p", "top_k")
+        for name in ("max_new_tokens", "temperature", "top_p", "top_k")
         if getattr(args, name) is not None
     }
     params = dataclasses.replace(
         defaults,
-        max_new_tokens=args.max_new_tokens,
         seed=args.seed,
         stop=tuple(args.stop),
         **given,
@@ -228,14 +231,21 @@ def start(args: argparse.Namespace, job: Job) -> tuple[LLM, Iterator[Piece]]:
 
 def show(pieces: Iterator[Piece], prompt: str, *, is_quiet: bool) -> Result:
     """Prints the prompt and the text as it comes."""
-    result, before = None, prompt
+    result, last = None, None
     for piece in pieces:
-        # The prompt goes out with the first text, so that nothing of stderr stands in between.
-        if not is_quiet:
-            print(before + piece.text, end="", flush=True)
-        before, result = "", piece.result
+        for channel, text in (("reasoning", piece.reasoning), ("text", piece.text)):
+            if text and not is_quiet:
+                # The prompt goes out with the first text: nothing of stderr stands in between.
+                gap = prompt if last is None else "" if channel == last else "\n\n"
+                print(gap + text, end="", flush=True)
+                last = channel
+        result = piece.result
+    if last is None and not is_quiet:
+        print(prompt, end="")
     assert result is not None  # the last piece carries it
     if not is_quiet:
+        for call in result.tool_calls:
+            print(f"\n{call.name}({call.arguments})", end="")
         print()
     return result
 
@@ -244,8 +254,11 @@ def report(args: argparse.Namespace, job: Job, llm: LLM, result: Result) -> dict
     """The JSON line."""
     out: dict[str, Any] = {"text": result.text}
     if args.chat:
-        calls = [dataclasses.asdict(call) for call in result.tool_calls]
-        out |= {"reasoning": result.reasoning, "tool_calls": calls}
+        out |= {
+            "reasoning": result.reasoning,
+            "tool_calls": [dataclasses.asdict(call) for call in result.tool_calls],
+            "malformed_calls": [dataclasses.asdict(call) for call in result.malformed_calls],
+        }
     sampling = dataclasses.asdict(job.params)
     return out | {
         "token_ids": result.token_ids,
@@ -261,7 +274,7 @@ def report(args: argparse.Namespace, job: Job, llm: LLM, result: Result) -> dict
             context_length=result.usage.prompt_tokens + result.usage.new_tokens,
             chat=args.chat,
             thinking=args.chat and not args.no_thinking,
-            latent_norm_eps=llm.cfg.latent_norm_eps,
+            config=llm.cfg.to_dict(),
             seed=sampling.pop("seed"),
             sampling=sampling,
         ),

@@ -1,7 +1,7 @@
 """Trains the bundled demo model from the running interpreter's standard library.
 
-    python scripts/train_demo.py --out kimi_jax/demo           about 75 minutes on two cores
-    python scripts/train_demo.py --out /tmp/demo --smoke        under a minute, a toy of the same kind
+    python scripts/train_demo.py --out kimi_jax/demo           about 60 minutes on two cores
+    python scripts/train_demo.py --out OUT --smoke           under a minute, a toy of the same kind
 
 What it does: trains a byte-level vocabulary with the published split pattern, trains the model
 through `kimi_jax.model` with INT4 fake quantisation of the routed experts and the bias-balanced
@@ -35,6 +35,8 @@ import orbax.checkpoint as ocp
 from flax import nnx
 from tqdm import tqdm
 
+from kernels_pallas.grouped_matmul.layout import pack_kernel
+from kimi_jax import LLM
 from kimi_jax.axes import pytree_dataclass
 from kimi_jax.checkpoint.writer import export_params, write_checkpoint
 from kimi_jax.config import ModelConfig, QuantizationConfig, RopeConfig
@@ -119,9 +121,6 @@ SMOKE = Recipe(
     warmup=4,
     max_files=12,
 )
-
-
-# --- data -------------------------------------------------------------------------------------
 
 
 def library_files() -> tuple[list[Path], list[Path]]:
@@ -228,9 +227,6 @@ def sample_batch(
         start = rng.integers(0, len(source) - recipe.context - 1)
         rows.append(source[start : start + recipe.context + 1])
     return np.stack(rows)
-
-
-# --- training ---------------------------------------------------------------------------------
 
 
 @pytree_dataclass
@@ -374,20 +370,12 @@ def train(recipe: Recipe, code: np.ndarray, chats: np.ndarray, work: Path, seed:
     return nnx.merge(graph, state.weights)
 
 
-def held_out_loss(model: Kimi, ids: np.ndarray, recipe: Recipe, max_batches: int) -> float:
-    """Mean loss over consecutive windows, of the values the written checkpoint holds."""
-    with_fake_quantisation(model)
-    graph, weights = nnx.split(model)
-    weights = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), weights)
-    loss_of = jax.jit(lambda w, batch: cross_entropy(nnx.merge(graph, w), batch)[0])
-    width = recipe.context + 1
-    windows = ids[: len(ids) // width * width].reshape(-1, width)
-    batches = [windows[i : i + recipe.batch] for i in range(0, len(windows), recipe.batch)]
-    batches = [b for b in batches if len(b) == recipe.batch][:max_batches]
-    return float(np.mean([loss_of(weights, jnp.asarray(b)) for b in batches]))
-
-
-# --- writing ----------------------------------------------------------------------------------
+def held_out_loss(folder: Path, ids: np.ndarray, recipe: Recipe, max_windows: int) -> float:
+    """Mean loss of the written checkpoint over consecutive windows of the training context."""
+    llm = LLM(folder, dtype="float32", max_length=recipe.context, max_batch=1, progress=False)
+    windows = ids[: len(ids) // recipe.context * recipe.context].reshape(-1, recipe.context)
+    bar = tqdm(windows[:max_windows], desc="held out", disable=None)
+    return float(-np.mean([llm.score([window.tolist()])[0] for window in bar]))
 
 
 def quantised_params(model: Kimi) -> dict[str, jax.Array]:
@@ -398,8 +386,7 @@ def quantised_params(model: Kimi) -> dict[str, jax.Array]:
         value = param[...]
         if ".experts." in name:
             q, scale = quantize_int4(value)
-            nibbles = (q + 8).astype(jnp.uint8)
-            params[f"{name}.packed"] = nibbles[:, 0::2] | (nibbles[:, 1::2] << 4)
+            params[f"{name}.packed"] = pack_kernel(q)
             params[f"{name}.scale"] = scale
         else:
             is_bias = name.endswith("e_score_correction_bias")
@@ -494,8 +481,8 @@ def main(argv: list[str] | None = None) -> None:
     )
     model = train(recipe, code, chats, work, args.seed)
     train_seconds = time.monotonic() - began
-    loss = held_out_loss(model, held_out_ids, recipe, 2 if args.smoke else 60)
     write_demo(model, ranks, args.out)
+    loss = held_out_loss(args.out, held_out_ids, recipe, 4 if args.smoke else 240)
     held_out_bytes = sum(map(len, map(str.encode, held_out)))
     facts = {
         "parameters": sum(x.size for x in jax.tree.leaves(nnx.state(model))),

@@ -63,6 +63,12 @@ def kernel_to_words(packed: UInt8[np.ndarray, "half_in out"]) -> Int32[np.ndarra
     return np.ascontiguousarray(packed.T).view(np.int32)
 
 
+def pack_kernel(q: Int8[Array, "*lead in out"]) -> UInt8[Array, "*lead half_in out"]:
+    """`packed` of integers in -8..7."""
+    nibbles = (q + 8).astype("uint8")
+    return nibbles[..., 0::2, :] | (nibbles[..., 1::2, :] << 4)
+
+
 def nibble_planes(packed: UInt8[Array, "*lead out"]) -> tuple[jax.Array, jax.Array]:
     """Integers in -8..7 (int8) of the even inputs (low nibbles) and of the odd ones (high)."""
     low = (packed & 0xF).astype("int8") - 8

@@ -19,8 +19,9 @@ from kernels_pallas.grouped_matmul.layout import GROUP_SIZE, Int4Weight, nibble_
 FEW_TOKENS = 16
 """Up to here a used expert runs over all tokens; beyond, tokens are sorted by expert."""
 
-BLOCK_TOKENS = 128
-"""Rows of a sorted block: a dequantised expert is used for this many tokens at a time."""
+SMALLEST_BLOCK, LARGEST_BLOCK = 16, 128
+"""Rows of a sorted block, by how many an expert gets on average: a matrix is dequantised once a
+block, and rows a block has too many are wasted."""
 
 ExpertWeight = Float[Array, "E in out"] | Int4Weight
 
@@ -77,7 +78,9 @@ def expert_product(
 def _ffn(x: jax.Array, experts: ExpertWeights, expert: jax.Array) -> jax.Array:
     gate_f32 = expert_product(x, experts.gate_proj, expert)
     up_f32 = expert_product(x, experts.up_proj, expert)
-    return expert_product((jax.nn.silu(gate_f32) * up_f32).astype(x.dtype), experts.down_proj, expert)
+    return expert_product(
+        (jax.nn.silu(gate_f32) * up_f32).astype(x.dtype), experts.down_proj, expert
+    )
 
 
 def _one_token(
@@ -121,15 +124,16 @@ class _Sorted(NamedTuple):
     tokens: Int[Array, " padded_pairs"]
     place: Int[Array, "T A"]
     group_start: Int[Array, " E"]
+    group_end: Int[Array, " E"]
     first_block: Int[Array, " E"]
     last_block: Int[Array, " E"]
-    group_end: Int[Array, " E"]
+    block_rows: int
 
     def block(self, i: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Block i's expert, its first sorted row, and which of its rows are the expert's own."""
         expert = jnp.searchsorted(self.last_block, i, side="right").astype(jnp.int32)
-        start = self.group_start[expert] + (i - self.first_block[expert]) * BLOCK_TOKENS
-        rows = start + jnp.arange(BLOCK_TOKENS, dtype=jnp.int32)
+        start = self.group_start[expert] + (i - self.first_block[expert]) * self.block_rows
+        rows = start + jnp.arange(self.block_rows, dtype=jnp.int32)
         return expert, start, rows < self.group_end[expert]
 
 
@@ -139,18 +143,26 @@ def _sort_by_expert(ids: Int[Array, "T A"], E: int) -> _Sorted:
     flat = jnp.where((flat >= 0) & (flat < E), flat, E)
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
     sizes = jnp.zeros((E + 1,), jnp.int32).at[flat].add(1)[:E]
-    blocks = (sizes + BLOCK_TOKENS - 1) // BLOCK_TOKENS
+    block_rows = block_rows_for(T * A, E)
+    blocks = (sizes + block_rows - 1) // block_rows
     group_end = jnp.cumsum(sizes)
     last_block = jnp.cumsum(blocks)
     return _Sorted(
         # A last block may run past the pairs; its extra rows read token 0 and are never used.
-        tokens=jnp.pad(order // A, (0, BLOCK_TOKENS)),
+        tokens=jnp.pad(order // A, (0, block_rows)),
         place=jnp.zeros_like(order).at[order].set(jnp.arange(T * A, dtype=jnp.int32)).reshape(T, A),
         group_start=group_end - sizes,
+        group_end=group_end,
         first_block=last_block - blocks,
         last_block=last_block,
-        group_end=group_end,
+        block_rows=block_rows,
     )
+
+
+def block_rows_for(num_pairs: int, E: int) -> int:
+    """Rows of a block: the power of two at or under an expert's mean share, within the bounds."""
+    mean = max(1, num_pairs // E)
+    return min(max(1 << (mean.bit_length() - 1), SMALLEST_BLOCK), LARGEST_BLOCK)
 
 
 def _by_count(
@@ -176,7 +188,9 @@ def _many_tokens_forward(
 
     def run(i: jax.Array, y_sorted_f32: jax.Array) -> jax.Array:
         expert, start, _ = pairs.block(i)
-        y_f32 = _ffn(jax.lax.dynamic_slice_in_dim(x_sorted, start, BLOCK_TOKENS), experts, expert)
+        y_f32 = _ffn(
+            jax.lax.dynamic_slice_in_dim(x_sorted, start, pairs.block_rows), experts, expert
+        )
         # Rows past the group's end are written too; the next group's block comes later and wins.
         return jax.lax.dynamic_update_slice_in_dim(y_sorted_f32, y_f32, start, 0)
 
@@ -204,12 +218,14 @@ def _many_tokens_backward(residuals: tuple, d_out_f32: jax.Array) -> tuple:
         d_x_sorted, d_experts = carry
         expert, start, is_own = pairs.block(i)
         one = jax.tree.map(lambda w: jax.lax.dynamic_slice_in_dim(w, expert, 1), experts)
-        rows = jax.lax.dynamic_slice_in_dim(x_sorted, start, BLOCK_TOKENS)
+        rows = jax.lax.dynamic_slice_in_dim(x_sorted, start, pairs.block_rows)
         _, pull = jax.vjp(lambda x, w: _ffn(x, w, jnp.zeros((), jnp.int32)), rows, one)
-        d_y_f32 = jax.lax.dynamic_slice_in_dim(d_y_sorted_f32, start, BLOCK_TOKENS)
+        d_y_f32 = jax.lax.dynamic_slice_in_dim(d_y_sorted_f32, start, pairs.block_rows)
         d_rows, d_one = pull(jnp.where(is_own[:, None], d_y_f32, 0.0))
         d_x_sorted = jax.lax.dynamic_update_slice_in_dim(d_x_sorted, d_rows, start, 0)
-        return d_x_sorted, jax.tree.map(lambda total, d: _add_at(total, d, expert), d_experts, d_one)
+        return d_x_sorted, jax.tree.map(
+            lambda total, d: _add_at(total, d, expert), d_experts, d_one
+        )
 
     start = (jnp.zeros_like(x_sorted), jax.tree.map(jnp.zeros_like, experts))
     d_x_sorted, d_experts = jax.lax.fori_loop(0, pairs.last_block[-1], run, start)

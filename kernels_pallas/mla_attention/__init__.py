@@ -1,0 +1,1 @@
+"""Attention over the latent cache: its contract in plain jnp."""

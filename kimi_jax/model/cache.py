@@ -28,6 +28,16 @@ class LatentCache:
         shape = (batch * capacity, cfg.latent_width)
         return cls(layers=tuple(jnp.zeros(shape, dtype) for _ in range(cfg.num_hidden_layers)))
 
+    def grown(self, batch: int, capacity: int) -> "LatentCache":
+        """The same rows with `capacity` slots each, the new ones zero."""
+
+        def grow(layer: jax.Array) -> jax.Array:
+            rows = layer.reshape(batch, -1, layer.shape[1])
+            more = ((0, 0), (0, capacity - rows.shape[1]), (0, 0))
+            return jnp.pad(rows, more).reshape(batch * capacity, -1)
+
+        return LatentCache(layers=tuple(map(grow, self.layers)))
+
 
 def write_rows(
     cache: Float[Array, "BS CR"], rows: Float[Array, "B T CR"], start: Int[Array, " B"]

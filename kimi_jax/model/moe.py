@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas.grouped_matmul.layout import GROUP_SIZE, Int4Weight
-from kernels_pallas.grouped_matmul.reference import ExpertWeights, expert_ffn
+from kernels_pallas.grouped_matmul.reference import ExpertWeights, expert_ffn, num_experts
 from kimi_jax.axes import Rules
 from kimi_jax.config import ModelConfig
 from kimi_jax.model.layers import Keys, Mlp, partial_mlp, weight
@@ -118,7 +118,7 @@ def moe_layer(
         bias_f32 = moe.e_score_correction_bias[...]
         routing = route(flat, moe.gate[...], bias_f32, cfg)
         experts = moe.experts.arrays()
-        E_local = _count(experts)
+        E_local = num_experts(experts)
         # Ids of experts held elsewhere fall outside 0..E_local-1, and so do those of padding.
         ids = routing.expert_ids - rules.shard_index("E") * E_local
         if is_real is not None:
@@ -134,7 +134,3 @@ def _array(weight: nnx.Param | Int4Linear) -> jax.Array | Int4Weight:
     if isinstance(weight, Int4Linear):
         return Int4Weight(weight.packed[...], weight.scale[...])
     return weight[...]
-
-
-def _count(experts: ExpertWeights) -> int:
-    return jax.tree.leaves(experts)[0].shape[0]

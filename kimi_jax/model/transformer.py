@@ -14,7 +14,7 @@ from kimi_jax.axes import WHOLE, Rules, pytree_dataclass
 from kimi_jax.config import ModelConfig
 from kimi_jax.model import rope
 from kimi_jax.model.cache import LatentCache
-from kimi_jax.model.layers import Keys, KeySequence, Mlp, gain, linear, mlp_layer, rms_norm, weight
+from kimi_jax.model.layers import Keys, KeySequence, Mlp, gain, mlp_layer, rms_norm, weight
 from kimi_jax.model.mla import Attention, attention_layer
 from kimi_jax.model.moe import Moe, Routing, moe_layer
 

@@ -35,6 +35,9 @@ def conditions(**more: Any) -> dict[str, Any]:
     return {
         "kimi_jax": importlib.metadata.version("kimi-jax"),
         "jax": jax.__version__,
+        "jaxlib": importlib.metadata.version("jaxlib"),
+        "cuda_plugin": _version("jax-cuda12-plugin") or _version("jax-cuda13-plugin"),
+        "backend": devices[0].client.platform_version.splitlines()[0],
         "flax": importlib.metadata.version("flax"),
         "python": platform.python_version(),
         "platform": devices[0].platform,
@@ -45,6 +48,13 @@ def conditions(**more: Any) -> dict[str, Any]:
         "commit": _commit(),
         **more,
     }
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _commit() -> str | None:

@@ -43,6 +43,9 @@ CAPACITY_UNIT = 256
 CAPACITY_GROWTH = 4
 MAX_STOP_IDS = 16
 STREAM_BLOCK_SECONDS = 0.03
+GROW_FROM = 4096
+"""Requests that fit here get their whole capacity at once: reading that many slots is little next
+to the weights. Longer ones begin here, and their cache grows as they do."""
 
 
 @runtime_checkable
@@ -64,6 +67,10 @@ class Drafter(Protocol):
 
     def init_state(self, batch: int, capacity: int) -> Any:
         """The value of `DecodeState.drafter` before the prompt."""
+        ...
+
+    def grow(self, drafter_state: Any, batch: int, capacity: int) -> Any:
+        """The drafter's state with room for `capacity` slots a row."""
         ...
 
     def prefill(self, weights: Any, drafter_state: Any, chunk: Chunk) -> Any:
@@ -194,6 +201,18 @@ class Engine:
             )
             return run(weights, cache, tokens, start, num_real)
 
+        def grow(state: DecodeState, *, capacity: int) -> DecodeState:
+            B, S = state.tokens.shape
+            more = ((0, 0), (0, capacity - S))
+            own = None if drafter is None else drafter.grow(state.drafter, B, capacity)
+            return replace(
+                state,
+                tokens=jnp.pad(state.tokens, more),
+                cache=state.cache.grown(B, capacity),
+                drafter=own,
+            )
+
+        self._grow = jax.jit(grow, static_argnames="capacity")
         self._allocate = jax.jit(allocate, static_argnums=(0, 1), out_shardings=self._everywhere)
         self._prefill = jax.jit(prefill, static_argnames="size", donate_argnames="state")
         self._decode = jax.jit(decode, donate_argnames="state")
@@ -236,7 +255,7 @@ class Engine:
         """The state before prefill; rows beyond the requests have ended from the start."""
         limits = [self._limit(r) for r in requests]
         B = batch or first_at_least(self.batch_sizes, len(requests))
-        S = capacity or first_at_least(self.capacities, max(limits) + self._slack)
+        S = capacity or self._capacity(requests, [len(r.prompt) for r in requests])
         tokens = np.zeros((B, S), np.int32)
         lengths = np.ones((B,), np.int32)
         row_limits = np.ones((B,), np.int32)
@@ -273,6 +292,22 @@ class Engine:
             lambda pspec: NamedSharding(self.mesh, pspec), self._state_pspecs(state)
         )
         return jax.device_put(state, placements)
+
+    def fit(
+        self, state: DecodeState, requests: Sequence[Request], lengths: Sequence[int]
+    ) -> DecodeState:
+        """The state with room for the next block, rows being `lengths` long."""
+        B, S = state.tokens.shape
+        capacity = self._capacity(requests, lengths)
+        if capacity <= S:
+            return state
+        self._enter("grow", B, S, capacity)
+        return self._grow(state, capacity=capacity)
+
+    def _capacity(self, requests: Sequence[Request], lengths: Sequence[int]) -> int:
+        limit = max(self._limit(r) for r in requests)
+        soon = max(lengths) + MAX_BLOCK_TOKENS
+        return first_at_least(self.capacities, min(limit, max(soon, GROW_FROM)) + self._slack)
 
     def prefill(self, state: DecodeState, num_tokens: int) -> DecodeState:
         """Fills the cache with the first `num_tokens` prompt tokens of every row."""
@@ -314,8 +349,11 @@ class Engine:
                 for size in PREFILL_SIZES:
                     self._enter("prefill", B, S, size)
                     state = self._prefill(self._weights, state, np.int32(0), size=size)
-                _, block = self.decode(state, 1, np.zeros((B,), np.bool_))
+                state, block = self.decode(state, 1, np.zeros((B,), np.bool_))
                 jax.device_get(block)
+                for larger in [c for c in self.capacities if c > S >= GROW_FROM][:1]:
+                    self._enter("grow", B, S, larger)
+                    self._grow(state, capacity=larger)
         for S in self.capacities if with_logits else ():
             for size in PREFILL_SIZES:
                 self._enter("logits", S, size)
@@ -358,13 +396,17 @@ class Run:
         jax.block_until_ready(state.cache)
         self.prefill_seconds = time.perf_counter() - began
         running = set(range(len(requests)))
+        lengths = [len(r.prompt) for r in requests]
         num_cycles = 1 if self._is_streaming else MAX_BLOCK_TOKENS
         while running - self._cancelled:
             began = time.perf_counter()
             cancelled = np.zeros(state.lengths.shape, np.bool_)
             cancelled[list(self._cancelled)] = True
+            state = engine.fit(state, requests, lengths)
             state, block = engine.decode(state, num_cycles, cancelled)
             updates = _row_updates(requests, block, running)
+            for update in updates:
+                lengths[update.row] += len(update.token_ids)
             seconds = time.perf_counter() - began
             self.decode_seconds += seconds
             running -= {u.row for u in updates if u.finish != Finish.RUNNING}

@@ -1,10 +1,7 @@
 """`LLM`: a checkpoint, its text and an engine behind the calls users make.
 
-    llm = LLM("kimi_jax/demo")                                  # or LLM("owner/name") from the hub
-    [result] = llm.generate("def fibonacci(n):", SamplingParams(max_new_tokens=64))
-    for piece in llm.stream("def fibonacci(n):"):
-        print(piece.text, end="")
-    result = llm.chat([{"role": "user", "content": "Hello"}], thinking=False)
+It loads, checks what callers give, and hands requests to the engine and ids to the collectors; the
+README shows it in use.
 """
 
 import dataclasses
@@ -35,8 +32,6 @@ from kimi_jax.runtime.engine import (
     Drafter,
     Engine,
     Request,
-    RowUpdate,
-    TokenLogprobs,
 )
 from kimi_jax.runtime.mesh import (
     MESH_AXES,
@@ -46,10 +41,9 @@ from kimi_jax.runtime.mesh import (
     parse_mesh,
     rules_for,
 )
+from kimi_jax.runtime.replies import ChatCollector, Collector, Piece, Result, TextCollector
 from kimi_jax.runtime.sampling import SamplingParams
 from kimi_jax.text.chat import ChatTemplate
-from kimi_jax.text.reply import ReplyParser, ToolCall
-from kimi_jax.text.stream import TextStream, starts_in_thinking
 from kimi_jax.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
@@ -59,65 +53,14 @@ DEMO = Path(__file__).resolve().parents[1] / "demo"
 
 DTYPES = {name: jnp.dtype(name) for name in ("float32", "bfloat16")}
 DEFAULT_MAX_LENGTH = 4096
+SMALL_FILES = ("*.json", "*.jinja", "tiktoken.model")
 
-THINKING_SAMPLING = SamplingParams(temperature=1.0, top_p=0.95)
+THINKING_SAMPLING = SamplingParams(max_new_tokens=None, temperature=1.0, top_p=0.95)
 """The published recommendation for replies with thinking; `chat`'s default."""
-INSTANT_SAMPLING = SamplingParams(temperature=0.6, top_p=0.95)
+INSTANT_SAMPLING = SamplingParams(max_new_tokens=None, temperature=0.6, top_p=0.95)
 """The published recommendation for replies without thinking."""
 
 Prompt = str | Sequence[int]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Usage:
-    """Token counts of one request; the ending token counts as new."""
-
-    prompt_tokens: int
-    new_tokens: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Timings:
-    """Of the batch a request ran in.
-
-    Seconds include compiles, if `compiles` is not zero. `tokens_per_second` is this request's new
-    tokens over the decode seconds; `cycles` are the steps it was live in.
-    """
-
-    prefill_seconds: float
-    decode_seconds: float
-    tokens_per_second: float
-    cycles: int
-    compiles: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Result:
-    """One finished request.
-
-    `text` is everything emitted, without control tokens and without a matched stop string.
-    `token_ids` are the tokens emitted, the ending one included. `reasoning` and `tool_calls` are
-    filled by `chat`, whose `text` is the reply's content alone. `finish_reason` is "stop" (a stop
-    token or string) or "length" (`max_new_tokens`, or the context is full).
-    """
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str
-    usage: Usage
-    timings: Timings
-    reasoning: str = ""
-    tool_calls: tuple[ToolCall, ...] = ()
-    logprobs: tuple[TokenLogprobs, ...] | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Piece:
-    """What `stream` yields: new text, and with the last piece the finished result."""
-
-    text: str
-    token_ids: tuple[int, ...]
-    result: Result | None = None
 
 
 class LLM:
@@ -135,6 +78,7 @@ class LLM:
             accelerators and float32 on a CPU. Packed INT4 stays packed with either.
         platform: "cpu" or "gpu"; an error where there is none. None takes JAX's default.
         latent_norm_eps: overrides the epsilon of the latent norms (see `ModelConfig`).
+        revision: of a hub id: branch, tag or commit.
         progress: shows a bar while loading, when stderr is a terminal.
 
     Raises:
@@ -154,39 +98,43 @@ class LLM:
         dtype: str | None = None,
         platform: str | None = None,
         latent_norm_eps: float | None = None,
+        revision: str | None = None,
         progress: bool = True,
     ):
         if max_batch < 1:
             raise ValueError(f"max_batch is {max_batch}, expected at least 1")
-        folder = resolve(path_or_id)
+        if drafter is not None and not isinstance(drafter, Drafter):
+            raise ValueError(f"drafter is {drafter!r}, which makes no step (see `engine.Drafter`)")
+        # Everything the small files can tell comes first: from the hub, weights take hours.
+        folder = resolve(path_or_id, revision=revision, patterns=SMALL_FILES)
         cfg = ModelConfig.from_folder(folder)
         if latent_norm_eps is not None:
             cfg = dataclasses.replace(cfg, latent_norm_eps=latent_norm_eps)
-        plan = check(cfg, CheckpointFiles.open(folder))
-        self.cfg = cfg = plan.cfg
         self.tokenizer = Tokenizer.from_folder(folder)
-        if self.tokenizer.vocab_size > cfg.vocab_size:
+        if self.tokenizer.vocab_size != cfg.vocab_size:
             raise ValueError(
                 f"{folder}: the tokenizer has {self.tokenizer.vocab_size} ids, the model's "
                 f"vocabulary {cfg.vocab_size}"
             )
+        self._stop_ids = _stop_ids(cfg, folder, self.tokenizer)
         self._folder = folder
         self._template: ChatTemplate | None = None
-        self.mesh = mesh if isinstance(mesh, Mesh) else _mesh(mesh, platform)
-        if set(self.mesh.axis_names) != set(MESH_AXES):
-            raise MeshError(f"mesh axes {self.mesh.axis_names}; expected {MESH_AXES}")
+        if (folder / "chat_template.jinja").exists():
+            self._template = ChatTemplate.from_folder(folder, self.tokenizer)
+        self.max_length = _max_length(max_length, cfg)
+        if dtype is not None and dtype not in DTYPES:
+            raise ValueError(f"dtype is {dtype!r}, expected one of {sorted(DTYPES)}")
+        self.mesh = _mesh(mesh, platform)
         check_sizes(cfg, self.mesh)
         kind = self.mesh.devices.flat[0].platform
-        if platform is not None and platform != kind:
-            raise MeshError(f"platform is {platform!r}, but the mesh is of {kind} devices")
-        default_dtype = "float32" if kind == "cpu" else "bfloat16"
-        self.dtype = default_dtype if dtype is None else dtype
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype is {dtype!r}, expected one of {sorted(DTYPES)}")
-        self.max_length = _max_length(max_length, cfg)
-        self._stop_ids = _stop_ids(cfg, folder, self.tokenizer)
+        self.dtype = dtype or ("float32" if kind == "cpu" else "bfloat16")
         _log.info("%d %s device(s), %s", self.mesh.size, kind, self.dtype)
 
+        folder = resolve(path_or_id, revision=revision)
+        plan = check(cfg, CheckpointFiles.open(folder))
+        self.cfg = cfg = plan.cfg
+        # Again, since only the files tell whether the experts are INT4.
+        check_sizes(cfg, self.mesh)
         abstract = nnx.eval_shape(lambda: Kimi(cfg, dtype=DTYPES[self.dtype], rngs=nnx.Rngs(0)))
         graph, state = nnx.split(abstract)
         rules = rules_for(self.mesh)
@@ -241,10 +189,10 @@ class LLM:
         size = self.engine.max_batch
         for start in range(0, len(requests), size):
             batch = requests[start : start + size]
-            sinks = [_TextSink(self.tokenizer, r) for r in batch]
-            for _ in self._drive(batch, sinks, is_streaming=False):
+            replies = [TextCollector(self.tokenizer, r) for r in batch]
+            for _ in self._drive(replies, is_streaming=False):
                 pass
-            results += [sink.result() for sink in sinks]
+            results += [reply.result() for reply in replies]
         return results
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
@@ -253,7 +201,7 @@ class LLM:
         The last piece carries the `Result`. Leaving the loop early ends the request.
         """
         (request,) = self._requests([prompt], params)
-        return self._stream(request, _TextSink(self.tokenizer, request))
+        return self._stream(TextCollector(self.tokenizer, request))
 
     def chat(
         self,
@@ -272,10 +220,10 @@ class LLM:
             tools: functions the model may call, as JSON-schema declarations.
         """
         request = self.chat_request(messages, params, thinking=thinking, tools=tools)
-        sink = _ChatSink(self.tokenizer, request)
-        for _ in self._drive([request], [sink], is_streaming=False):
+        reply = ChatCollector(self.tokenizer, request)
+        for _ in self._drive([reply], is_streaming=False):
             pass
-        return sink.result()
+        return reply.result()
 
     def chat_stream(
         self,
@@ -287,7 +235,7 @@ class LLM:
     ) -> Iterator[Piece]:
         """`chat`, piece by piece: reasoning and content as they come, the result at the end."""
         request = self.chat_request(messages, params, thinking=thinking, tools=tools)
-        return self._stream(request, _ChatSink(self.tokenizer, request))
+        return self._stream(ChatCollector(self.tokenizer, request))
 
     def chat_request(
         self,
@@ -302,6 +250,11 @@ class LLM:
             self._template = ChatTemplate.from_folder(self._folder, self.tokenizer)
         ids = self._template.render(list(messages), thinking=thinking, tools=tools)
         chosen = params or (THINKING_SAMPLING if thinking else INSTANT_SAMPLING)
+        if not chosen.skip_special_tokens:
+            raise ValueError(
+                "skip_special_tokens=False has no meaning in chat, which parses the control tokens;"
+                " use generate with chat_request(...).prompt"
+            )
         return self._requests([ids], chosen)[0]
 
     # Evaluating.
@@ -391,146 +344,33 @@ class LLM:
             requests.append(Request(ids, own, tuple(sorted(stops))))
         return requests
 
-    def _stream(self, request: Request, sink: "_TextSink | _ChatSink") -> Iterator[Piece]:
+    def _stream(self, reply: Collector) -> Iterator[Piece]:
         silent: tuple[int, ...] = ()
-        for [(text, token_ids)] in self._drive([request], [sink], is_streaming=True):
-            is_last = sink.finish != Finish.RUNNING
-            if text or is_last:
-                result = sink.result() if is_last else None
-                yield Piece(text=text, token_ids=silent + token_ids, result=result)
-                silent = ()
+        for [piece] in self._drive([reply], is_streaming=True):
+            piece = dataclasses.replace(piece, token_ids=silent + piece.token_ids)
+            silent = ()
+            if reply.finish != Finish.RUNNING:
+                yield dataclasses.replace(piece, result=reply.result())
+            elif piece.text or piece.reasoning:
+                yield piece
             else:
-                silent += token_ids
+                silent = piece.token_ids
 
-    def _drive(
-        self,
-        requests: list[Request],
-        sinks: "Sequence[_TextSink | _ChatSink]",
-        *,
-        is_streaming: bool,
-    ) -> Iterator[list[tuple[str, tuple[int, ...]]]]:
-        """Runs a batch, feeding every row's sink; yields each row's new text and ids."""
+    def _drive(self, replies: Sequence[Collector], *, is_streaming: bool) -> Iterator[list[Piece]]:
+        """Runs a batch, feeding every row's collector; yields each row's new piece."""
         compiles = num_compiles()
-        run = self.engine.run(requests, is_streaming=is_streaming)
+        run = self.engine.run([reply.request for reply in replies], is_streaming=is_streaming)
         for updates in run:
-            new: list[tuple[str, tuple[int, ...]]] = [("", ())] * len(requests)
+            pieces = [Piece()] * len(replies)
             for update in updates:
-                sink = sinks[update.row]
-                new[update.row] = sink.feed(update)
-                if sink.finish != Finish.RUNNING and update.finish == Finish.RUNNING:
+                reply = replies[update.row]
+                pieces[update.row] = reply.feed(update)
+                if reply.finish != Finish.RUNNING and update.finish == Finish.RUNNING:
                     run.cancel(update.row)
-                sink.prefill_seconds = run.prefill_seconds
-                sink.decode_seconds = run.decode_seconds
-                sink.compiles = num_compiles() - compiles
-            yield new
-
-
-class _Sink:
-    """Collects one row's tokens until the device or a stop string ends it."""
-
-    def __init__(self, tokenizer: Tokenizer, request: Request):
-        self.request = request
-        self.finish = Finish.RUNNING
-        self.prefill_seconds = self.decode_seconds = 0.0
-        self.compiles = 0
-        self._ends = set(request.stop_ids)
-        self._ids: list[int] = []
-        self._logprobs: list[TokenLogprobs] = []
-        self._cycles = 0
-
-    def feed(self, update: RowUpdate) -> tuple[str, tuple[int, ...]]:
-        """Takes a block's update; returns its new text and token ids."""
-        before = len(self._ids)
-        self._ids += update.token_ids
-        self._logprobs += update.logprobs or ()
-        self._cycles = update.cycles
-        self.finish = update.finish
-        # A token that ended the row is not part of its text.
-        ended = update.finish == Finish.STOP and bool(update.token_ids)
-        text_ids = update.token_ids[:-1] if ended else update.token_ids
-        text, kept = self._text(text_ids, is_last=update.finish != Finish.RUNNING)
-        if kept is not None:
-            del self._ids[kept:], self._logprobs[kept:]
-            self.finish = Finish.STOP
-        return text, tuple(self._ids[before:])
-
-    def _text(self, ids: Sequence[int], *, is_last: bool) -> tuple[str, int | None]:
-        """The text the ids add; if a stop string matched, how many of all ids to keep."""
-        raise NotImplementedError
-
-    def _common(self) -> dict[str, Any]:
-        seconds = self.decode_seconds
-        return dict(
-            token_ids=tuple(self._ids),
-            finish_reason="stop" if self.finish == Finish.STOP else "length",
-            usage=Usage(prompt_tokens=len(self.request.prompt), new_tokens=len(self._ids)),
-            timings=Timings(
-                prefill_seconds=self.prefill_seconds,
-                decode_seconds=seconds,
-                tokens_per_second=len(self._ids) / seconds if seconds else 0.0,
-                cycles=self._cycles,
-                compiles=self.compiles,
-            ),
-            logprobs=None if self.request.params.logprobs is None else tuple(self._logprobs),
-        )
-
-
-class _TextSink(_Sink):
-    """Plain text."""
-
-    def __init__(self, tokenizer: Tokenizer, request: Request):
-        super().__init__(tokenizer, request)
-        params = request.params
-        self._stream = TextStream(
-            tokenizer,
-            params.stop,
-            starts_in_thinking(tokenizer, request.prompt),
-            params.stop_in_thinking,
-            skip_special=params.skip_special_tokens,
-        )
-        self._parts: list[str] = []
-
-    def _text(self, ids: Sequence[int], *, is_last: bool) -> tuple[str, int | None]:
-        delta = self._stream.feed(ids)
-        text, stop = delta.text, delta.num_ids
-        if is_last or stop is not None:
-            text += self._stream.finish().text
-        self._parts.append(text)
-        return text, stop
-
-    def result(self) -> Result:
-        """The finished request."""
-        return Result(text="".join(self._parts), **self._common())
-
-
-class _ChatSink(_Sink):
-    """Reasoning, content and tool calls."""
-
-    def __init__(self, tokenizer: Tokenizer, request: Request):
-        super().__init__(tokenizer, request)
-        self._parser = ReplyParser(
-            tokenizer,
-            starts_in_thinking(tokenizer, request.prompt),
-            stop=request.params.stop,
-            stop_in_thinking=request.params.stop_in_thinking,
-        )
-
-    def _text(self, ids: Sequence[int], *, is_last: bool) -> tuple[str, int | None]:
-        events = self._parser.feed(ids)
-        stop = self._parser.num_ids_at_stop
-        if is_last or stop is not None:
-            events += self._parser.close()
-        return "".join(getattr(event, "text", "") for event in events), stop
-
-    def result(self) -> Result:
-        """The finished reply."""
-        reply = self._parser.finish()
-        return Result(
-            text=reply.content,
-            reasoning=reply.reasoning,
-            tool_calls=reply.tool_calls,
-            **self._common(),
-        )
+                reply.prefill_seconds = run.prefill_seconds
+                reply.decode_seconds = run.decode_seconds
+                reply.compiles = num_compiles() - compiles
+            yield pieces
 
 
 @jax.jit
@@ -564,8 +404,16 @@ def _dotted(path: tuple) -> str:
     return ".".join(map(str, path))
 
 
-def _mesh(mesh: Mapping[str, int] | str | None, platform: str | None) -> Mesh:
-    return make_mesh(parse_mesh(mesh) if isinstance(mesh, str) else mesh, platform)
+def _mesh(mesh: Mapping[str, int] | str | Mesh | None, platform: str | None) -> Mesh:
+    if not isinstance(mesh, Mesh):
+        return make_mesh(parse_mesh(mesh) if isinstance(mesh, str) else mesh, platform)
+    if set(mesh.axis_names) != set(MESH_AXES):
+        raise MeshError(f"mesh axes {mesh.axis_names}; expected {MESH_AXES}")
+    kind = mesh.devices.flat[0].platform
+    if platform is not None and platform != kind:
+        raise MeshError(f"platform is {platform!r}, but the mesh is of {kind} devices")
+    # `jax.make_mesh` makes explicit axes, whose arrays refuse what is placed automatically here.
+    return Mesh(mesh.devices, mesh.axis_names)
 
 
 def _max_length(max_length: int | None, cfg: ModelConfig) -> int:

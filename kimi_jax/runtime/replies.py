@@ -1,0 +1,198 @@
+"""What a request gives back: results, streamed pieces, and the collectors that build them.
+
+A collector takes one row's updates as the engine reports them and turns ids into text: plain text,
+or a chat reply taken apart into reasoning, content and tool calls. It is where stop strings end a
+row, since only text can tell.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from kimi_jax.runtime.decode import Finish
+from kimi_jax.runtime.engine import Request, RowUpdate, TokenLogprobs
+from kimi_jax.text.reply import (
+    ContentDelta,
+    Event,
+    MalformedCall,
+    ReasoningDelta,
+    ReplyParser,
+    ToolCall,
+)
+from kimi_jax.text.stream import TextStream, starts_in_thinking
+from kimi_jax.text.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Usage:
+    """Token counts of one request; the ending token counts as new."""
+
+    prompt_tokens: int
+    new_tokens: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Timings:
+    """Of the batch a request ran in.
+
+    Seconds include compiles, if `compiles` is not zero. `tokens_per_second` is this request's new
+    tokens over the decode seconds. `cycles` are the steps its row was live in; a stop string ends
+    a row at its block's end, so steps past the cut may be among them.
+    """
+
+    prefill_seconds: float
+    decode_seconds: float
+    tokens_per_second: float
+    cycles: int
+    compiles: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Result:
+    """One finished request.
+
+    `text` is everything emitted, without control tokens and without a matched stop string.
+    `token_ids` are the tokens emitted, the ending one included. `reasoning`, `tool_calls` and
+    `malformed_calls` (cut off, or not a JSON object) are filled by `chat`, whose `text` is the
+    reply's content alone. `finish_reason` is "stop" (a stop token or string) or "length"
+    (`max_new_tokens`, or the context is full).
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    usage: Usage
+    timings: Timings
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    malformed_calls: tuple[MalformedCall, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Piece:
+    """What streaming yields: new text or reasoning, and with the last piece the finished result.
+
+    Tool calls are not streamed as text; they are in the result.
+    """
+
+    text: str = ""
+    reasoning: str = ""
+    token_ids: tuple[int, ...] = ()
+    result: Result | None = None
+
+
+class Collector:
+    """One row's reply as it grows, until the device or a stop string ends it."""
+
+    def __init__(self, request: Request):
+        self.request = request
+        self.finish = Finish.RUNNING
+        self.prefill_seconds = self.decode_seconds = 0.0
+        self.compiles = 0
+        self._ids: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+        self._cycles = 0
+
+    def feed(self, update: RowUpdate) -> Piece:
+        """Takes a block's update; after the end, nothing."""
+        if self.finish != Finish.RUNNING:
+            return Piece()
+        before = len(self._ids)
+        self._ids += update.token_ids
+        self._logprobs += update.logprobs or ()
+        self._cycles = update.cycles
+        self.finish = update.finish
+        # A token that ended the row is not part of its text.
+        ended = update.finish == Finish.STOP and bool(update.token_ids)
+        text_ids = update.token_ids[:-1] if ended else update.token_ids
+        piece, kept = self._read(text_ids, is_last=update.finish != Finish.RUNNING)
+        if kept is not None:
+            del self._ids[kept:], self._logprobs[kept:]
+            self.finish = Finish.STOP
+        return dataclasses.replace(piece, token_ids=tuple(self._ids[before:]))
+
+    def result(self) -> Result:
+        """The finished request."""
+        seconds = self.decode_seconds
+        return Result(
+            token_ids=tuple(self._ids),
+            finish_reason="stop" if self.finish == Finish.STOP else "length",
+            usage=Usage(prompt_tokens=len(self.request.prompt), new_tokens=len(self._ids)),
+            timings=Timings(
+                prefill_seconds=self.prefill_seconds,
+                decode_seconds=seconds,
+                tokens_per_second=len(self._ids) / seconds if seconds else 0.0,
+                cycles=self._cycles,
+                compiles=self.compiles,
+            ),
+            logprobs=None if self.request.params.logprobs is None else tuple(self._logprobs),
+            **self._content(),
+        )
+
+    def _read(self, ids: Sequence[int], *, is_last: bool) -> tuple[Piece, int | None]:
+        """What the ids add; if a stop string matched, how many of all ids to keep."""
+        raise NotImplementedError
+
+    def _content(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class TextCollector(Collector):
+    """Plain text."""
+
+    def __init__(self, tokenizer: Tokenizer, request: Request):
+        super().__init__(request)
+        params = request.params
+        self._stream = TextStream(
+            tokenizer,
+            params.stop,
+            starts_in_thinking(tokenizer, request.prompt),
+            params.stop_in_thinking,
+            skip_special=params.skip_special_tokens,
+        )
+        self._parts: list[str] = []
+
+    def _read(self, ids: Sequence[int], *, is_last: bool) -> tuple[Piece, int | None]:
+        delta = self._stream.feed(ids)
+        text, kept = delta.text, delta.num_ids
+        if is_last or kept is not None:
+            last = self._stream.finish()
+            text, kept = text + last.text, last.num_ids
+        self._parts.append(text)
+        return Piece(text=text), kept
+
+    def _content(self) -> dict[str, Any]:
+        return {"text": "".join(self._parts)}
+
+
+class ChatCollector(Collector):
+    """Reasoning, content and tool calls."""
+
+    def __init__(self, tokenizer: Tokenizer, request: Request):
+        super().__init__(request)
+        self._parser = ReplyParser(
+            tokenizer,
+            starts_in_thinking(tokenizer, request.prompt),
+            stop=request.params.stop,
+            stop_in_thinking=request.params.stop_in_thinking,
+        )
+
+    def _read(self, ids: Sequence[int], *, is_last: bool) -> tuple[Piece, int | None]:
+        events: list[Event] = self._parser.feed(ids)
+        if is_last or self._parser.num_ids_at_stop is not None:
+            events += self._parser.close()
+        piece = Piece(
+            text="".join(e.text for e in events if isinstance(e, ContentDelta)),
+            reasoning="".join(e.text for e in events if isinstance(e, ReasoningDelta)),
+        )
+        return piece, self._parser.num_ids_at_stop
+
+    def _content(self) -> dict[str, Any]:
+        reply = self._parser.finish()
+        return {
+            "text": reply.content,
+            "reasoning": reply.reasoning,
+            "tool_calls": reply.tool_calls,
+            "malformed_calls": reply.malformed_calls,
+        }
