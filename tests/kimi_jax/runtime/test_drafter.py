@@ -73,6 +73,9 @@ class Replay:
             "taps": jnp.zeros((batch, capacity, 2, 64)),
         }
 
+    def grow(self, drafter_state, batch, capacity):
+        raise AssertionError("no request of these tests outgrows its first capacity")
+
     def prefill(self, weights, drafter_state, chunk):
         start = chunk.positions[0, 0]
 
