@@ -37,8 +37,9 @@ from kimi_jax import DEMO, LLM, Result, SamplingParams
 from kimi_jax.checkpoint.reader import CheckpointError, resolve
 from kimi_jax.runtime.conditions import conditions
 from kimi_jax.runtime.flags import set_host_device_count
-from kimi_jax.runtime.llm import DTYPES, INSTANT_SAMPLING, THINKING_SAMPLING, Piece
+from kimi_jax.runtime.llm import DTYPES, INSTANT_SAMPLING, THINKING_SAMPLING
 from kimi_jax.runtime.mesh import MeshError, parse_mesh
+from kimi_jax.runtime.replies import Piece
 from kimi_jax.runtime.sampling import MIN_TEMPERATURE
 from kimi_jax.text.messages import ChatError, normalize_tools
 
@@ -230,22 +231,20 @@ def start(args: argparse.Namespace, job: Job) -> tuple[LLM, Iterator[Piece]]:
 
 
 def show(pieces: Iterator[Piece], prompt: str, *, is_quiet: bool) -> Result:
-    """Prints the prompt and the text as it comes."""
-    result, last = None, None
+    """Prints the prompt and the text as it comes, a blank line between reasoning and answer."""
+    # The prompt goes out with the first text, so that nothing of stderr stands in between.
+    result, new, is_reasoning = None, prompt, False
     for piece in pieces:
-        for channel, text in (("reasoning", piece.reasoning), ("text", piece.text)):
-            if text and not is_quiet:
-                # The prompt goes out with the first text: nothing of stderr stands in between.
-                gap = prompt if last is None else "" if channel == last else "\n\n"
-                print(gap + text, end="", flush=True)
-                last = channel
-        result = piece.result
-    if last is None and not is_quiet:
-        print(prompt, end="")
+        new += piece.reasoning
+        is_reasoning = is_reasoning or bool(piece.reasoning)
+        if piece.text:
+            new += "\n\n" * is_reasoning + piece.text
+            is_reasoning = False
+        if not is_quiet:
+            print(new, end="", flush=True)
+        new, result = "", piece.result
     assert result is not None  # the last piece carries it
     if not is_quiet:
-        for call in result.tool_calls:
-            print(f"\n{call.name}({call.arguments})", end="")
         print()
     return result
 

@@ -4,6 +4,7 @@ Most tests call `main` in this process on one loaded model; what depends on the 
 devices, signals, closed pipes, the demo) starts a new one.
 """
 
+import dataclasses
 import json
 import logging
 import signal
@@ -13,6 +14,7 @@ import pytest
 
 from kimi_jax import LLM, SamplingParams
 from kimi_jax.runtime.llm import INSTANT_SAMPLING, THINKING_SAMPLING
+from kimi_jax.runtime.replies import Piece
 
 KEYS = {
     "text",
@@ -169,15 +171,29 @@ def test_chat(loaded, llm, tiny, tmp_path, capsys, flags, published):
     expected = llm.chat(messages, params, thinking=not flags)
     assert out["token_ids"] == list(expected.token_ids)
     assert (out["text"], out["reasoning"]) == (expected.text, expected.reasoning)
-    assert before == f"{expected.reasoning}{expected.text}\n"
+    assert before == f"{expected.reasoning}{expected.text}\n"  # one of them is empty
     with_tools, _ = run(capsys, *options, "--tools", tools, *flags)
-    assert with_tools["tool_calls"] == []
+    assert (with_tools["tool_calls"], with_tools["malformed_calls"]) == ([], [])
     assert (
         with_tools["prompt_tokens"]
         == llm.chat_request(
             messages[1:], params, thinking=not flags, tools=[WEATHER]
         ).prompt.__len__()
     )
+
+
+def test_a_blank_line_parts_reasoning_from_the_answer(loaded, llm, tiny, capsys, monkeypatch):
+    result = llm.chat([{"role": "user", "content": "a"}], SamplingParams(max_new_tokens=1))
+    result = dataclasses.replace(result, text="An answer.", reasoning="Let me see.")
+    pieces = [
+        Piece(reasoning="Let me "),
+        Piece(reasoning="see.", text="An "),
+        Piece(text="answer.", result=result),
+    ]
+    monkeypatch.setattr(llm, "chat_stream", lambda *_, **__: iter(pieces))
+    out, before = run(capsys, "--model", tiny, "--prompt", "a", "--chat")
+    assert before == "Let me see.\n\nAn answer.\n"
+    assert (out["reasoning"], out["text"]) == ("Let me see.", "An answer.")
 
 
 def test_options_reach_the_model(loaded, tiny, capsys):
