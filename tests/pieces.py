@@ -1,5 +1,6 @@
 """A prompt through the cache in pieces, and greedy replies held against a reference's logits."""
 
+import contextlib
 import functools
 from collections.abc import Sequence
 
@@ -13,6 +14,16 @@ from kimi_jax.model.cache import LatentCache
 
 # Two logits closer than this may change places between two orders of summation.
 NEAR_TIE = 1e-3
+
+
+@contextlib.contextmanager
+def quick_compiles():
+    """LLVM works less on the same programs: half of the time or less."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", False)
 
 
 @functools.partial(jax.jit, static_argnames="is_prefill")
@@ -31,7 +42,8 @@ def cached_logits(llm: LLM, tokens: np.ndarray, sizes: Sequence[int]) -> np.ndar
     for size in sizes:
         positions = jnp.arange(start, start + size, dtype=jnp.int32)[None]
         piece = jnp.asarray(tokens[None, start : start + size])
-        logits, cache = _run_piece(llm.model, piece, positions, cache, is_prefill=size > 1)
+        with quick_compiles():
+            logits, cache = _run_piece(llm.model, piece, positions, cache, is_prefill=size > 1)
         out.append(np.asarray(logits[0]))
         start += size
     return np.concatenate(out)

@@ -13,9 +13,10 @@ import numpy as np
 import oracles
 import pytest
 from make_random_checkpoint import make_random_checkpoint
+from pieces import cached_logits, check_greedy, quick_compiles
 from safetensors.numpy import load_file
 
-from kimi_jax import LLM
+from kimi_jax import LLM, SamplingParams
 from kimi_jax.model.transformer import forward
 
 # Of the largest value: float32 sums in another order, three layers deep.
@@ -61,14 +62,51 @@ def test_oracle_agrees(golden):
     np.testing.assert_array_equal(experts, golden.arrays["experts"])
 
 
-@pytest.mark.parametrize("mesh", [None, {"tensor": 8}], ids=["1 device", "8 devices"])
-def test_logits(golden, mesh):
-    llm = LLM(golden.folder, dtype="float32", max_length=64, mesh=mesh)
+@pytest.fixture(scope="module")
+def llm(golden) -> LLM:
+    return LLM(golden.folder, dtype="float32", max_length=64)
+
+
+@pytest.fixture(scope="module")
+def llm_on_eight(golden) -> LLM:
+    return LLM(golden.folder, dtype="float32", max_length=64, mesh={"tensor": 8})
+
+
+@pytest.mark.parametrize("name", ["llm", "llm_on_eight"])
+def test_logits(golden, name, request):
+    llm = request.getfixturevalue(name)
     golden.close(llm.logits(golden.tokens.tolist())[golden.arrays["positions"]], "logits")
 
 
-def test_hidden_states_and_experts(golden):
-    llm = LLM(golden.folder, dtype="float32", max_length=64)
+@pytest.mark.parametrize("size", [16, 1])
+def test_logits_through_the_cache(golden, llm, size):
+    logits = cached_logits(llm, golden.tokens, [size] * (len(golden.tokens) // size))
+    golden.close(logits[golden.arrays["positions"]], "logits")
+
+
+def test_decoding_on_eight_devices(golden, llm_on_eight):
+    """The token after each known position past the 32 of training, and a longer reply."""
+    tokens, original = golden.tokens.tolist(), 32
+    rows = np.flatnonzero(golden.arrays["positions"] >= original)
+    prompts = [tokens[: position + 1] for position in golden.arrays["positions"][rows]]
+    one = SamplingParams(max_new_tokens=1, ignore_eos=True, logprobs=5)
+    many = SamplingParams(max_new_tokens=36, ignore_eos=True)
+    with quick_compiles():
+        *results, reply = llm_on_eight.generate(
+            [*prompts, tokens[:20]], [one] * len(prompts) + [many]
+        )
+    expected = golden.arrays["logits"][rows].astype(np.float64)
+    check_greedy([result.token_ids[0] for result in results], expected)
+    for result, logits in zip(results, expected, strict=True):
+        log_probs = logits - np.log(np.exp(logits).sum())
+        for token, logprob in result.logprobs[0].top:
+            assert abs(logprob - log_probs[token]) <= TOLERANCE * np.abs(logits).max()
+    config, tensors = oracles.read_checkpoint(golden.folder)
+    logits = oracles.forward(tensors, config, [*tokens[:20], *reply.token_ids]).logits
+    check_greedy(reply.token_ids, logits[19:-1])
+
+
+def test_hidden_states_and_experts(golden, llm):
     layers = len(golden.arrays["hidden"]) - 1
     tokens = jnp.asarray(golden.tokens)[None]
     positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]

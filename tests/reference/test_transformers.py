@@ -4,19 +4,14 @@ Checkpoints are stored as published (bfloat16, INT4 experts) and run in float32 
 Prompts pass `original_max_position_embeddings` (32) twice over, so every YaRN term counts.
 """
 
-import functools
-
-import jax
-import jax.numpy as jnp
 import numpy as np
 import oracles
 import pytest
 from make_random_checkpoint import make_random_checkpoint
+from pieces import cached_logits, check_greedy, quick_compiles
 
-from kimi_jax import LLM
+from kimi_jax import LLM, SamplingParams
 from kimi_jax.config import RopeConfig
-from kimi_jax.model import transformer
-from kimi_jax.model.cache import LatentCache
 
 pytestmark = pytest.mark.reference
 
@@ -44,11 +39,11 @@ class Case:
     def __init__(self, folder, kwargs):
         goldens = pytest.importorskip("make_goldens", reason="needs the extra `reference`")
         goldens.quiet()
-        self.folder = folder
+        self.folder, self.run_reference = folder, goldens.run_reference
         self.cfg = make_random_checkpoint(folder, "tiny", **kwargs)
         self.tokens = goldens.prompt(kwargs["seed"], self.cfg.vocab_size, NUM_TOKENS)
         self.reference = goldens.load_reference(folder)
-        self.expected = goldens.run_reference(self.reference, self.tokens)
+        self.expected = self.run_reference(self.reference, self.tokens)
 
     def close(self, logits, expected=None, tolerance=TOLERANCE):
         expected = self.expected.logits if expected is None else expected
@@ -67,23 +62,9 @@ def llm(case):
     return LLM(case.folder, dtype="float32", max_length=128)
 
 
-@functools.partial(jax.jit, static_argnames="is_prefill")
-def run_piece(model, tokens, positions, cache, is_prefill):
-    out = transformer.forward(model, tokens, positions, cache, is_prefill=is_prefill)
-    return transformer.logits(model, out.hidden), out.cache
-
-
-def cached_logits(llm: LLM, tokens: np.ndarray, sizes: list[int]) -> np.ndarray:
-    """Logits of a prompt given to the model in pieces of these sizes, through the cache."""
-    cache = LatentCache.empty(llm.cfg, 1, 128, jnp.dtype("float32"))
-    out, start = [], 0
-    for size in sizes:
-        positions = jnp.arange(start, start + size, dtype=jnp.int32)[None]
-        piece = jnp.asarray(tokens[None, start : start + size])
-        logits, cache = run_piece(llm.model, piece, positions, cache, is_prefill=size > 1)
-        out.append(np.asarray(logits[0]))
-        start += size
-    return np.concatenate(out)
+@pytest.fixture(scope="module")
+def llm_on_eight(case):
+    return LLM(case.folder, dtype="float32", max_length=128, max_batch=1, mesh={"tensor": 8})
 
 
 def test_oracle_agrees(case):
@@ -95,10 +76,13 @@ def test_oracle_agrees(case):
     np.testing.assert_array_equal(experts, case.expected.experts)
 
 
-@pytest.mark.parametrize("mesh", [None, {"tensor": 8}], ids=["1 device", "8 devices"])
-def test_whole_prompt(case, mesh):
-    llm = LLM(case.folder, dtype="float32", max_length=128, mesh=mesh)
+def test_whole_prompt(case, llm):
     case.close(llm.logits(case.tokens.tolist()))
+
+
+def test_whole_prompt_on_eight_devices(case, llm_on_eight):
+    with quick_compiles():
+        case.close(llm_on_eight.logits(case.tokens.tolist()))
 
 
 @pytest.mark.parametrize("sizes", [[32, 32, 32], [40, 1, 55]], ids=str)
@@ -124,3 +108,15 @@ def test_greedy_continuation_is_the_same(case, llm):
     )[0].numpy()
     logits = cached_logits(llm, expected[:-1].astype(np.int32), [1] * 63)
     np.testing.assert_array_equal(logits[23:].argmax(axis=-1), expected[24:])
+
+
+@pytest.mark.parametrize("case", ["int4 nested", "bf16 flat", "groups"], indirect=True)
+def test_greedy_reply_on_eight_devices(case, llm_on_eight):
+    """Through `LLM`, its reply past the 32 positions of training given back to transformers."""
+    prompt = case.tokens[:24]
+    params = SamplingParams(max_new_tokens=40, ignore_eos=True)
+    with quick_compiles():
+        [result] = llm_on_eight.generate([prompt.tolist()], params)
+    whole = np.concatenate([prompt, np.asarray(result.token_ids, np.int32)])
+    logits = case.run_reference(case.reference, whole).logits
+    check_greedy(result.token_ids, logits[len(prompt) - 1 : -1])
