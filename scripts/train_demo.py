@@ -427,8 +427,10 @@ A small model of Kimi-K2.5's architecture and file layout: MLA attention, sigmoi
 group-32 experts, the published tokenizer pattern. It completes Python source in the manner of the
 standard library and is meant for tests and first steps, not for use.
 
-Made by `python scripts/train_demo.py --out kimi_jax/demo` from the standard library of the Python
-that ran it (PSF licence), with INT4 fake quantisation of the routed experts.
+Made from the standard library of the Python that ran it (PSF licence), with INT4 fake quantisation
+of the routed experts, by
+
+    python scripts/train_demo.py --out kimi_jax/demo --steps {facts["steps"]}
 
 | | |
 | --- | --- |

@@ -16,7 +16,7 @@ _compiles = 0
 
 @functools.cache
 def _listen() -> None:
-    def on_event(event: str, seconds: float, **_: Any) -> None:
+    def on_event(event: str, duration_secs: float, **_: Any) -> None:
         global _compiles
         _compiles += event == _COMPILE_EVENT
 

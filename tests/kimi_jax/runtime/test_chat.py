@@ -67,7 +67,8 @@ def test_a_streamed_reply_is_the_reply(llm, params, split_seed, thinking):
     last = pieces[-1].result
     for name in ("text", "reasoning", "token_ids", "finish_reason", "usage", "tool_calls"):
         assert getattr(last, name) == getattr(whole, name)
-    assert "".join(p.text for p in pieces) == whole.reasoning + whole.text
+    assert "".join(p.text for p in pieces) == whole.text
+    assert "".join(p.reasoning for p in pieces) == whole.reasoning
     assert sum((p.token_ids for p in pieces), ()) == whole.token_ids
     assert len(pieces) > 2
 

@@ -59,9 +59,7 @@ def test_channels_of_a_reply_with_a_call(tokenizer, size):
     """TPL-3: call arguments are no part of the text, streamed or whole."""
     collector = ChatCollector(tokenizer, request(tokenizer))
     ids = ids_of(tokenizer, "hm", "</think>", "Let me look.", *CALL)
-    ids += ids_of(
-        tokenizer, "<|tool_call_end|>", "<|tool_calls_section_end|>", "<|im_end|>"
-    )
+    ids += ids_of(tokenizer, "<|tool_call_end|>", "<|tool_calls_section_end|>", "<|im_end|>")
     pieces = feed(collector, ids, size, Finish.STOP)
     result = collector.result()
     assert (result.reasoning, result.text) == ("hm", "Let me look.")
