@@ -1,15 +1,16 @@
 """Speed of one stream against transformers on the same checkpoints, and the memory of loading.
 
-    python scripts/bench_reference.py                     # demo and mini; about 12 minutes
+    python scripts/bench_reference.py                     # demo and mini; about 4 minutes
     python scripts/bench_reference.py --models demo --repeats 3
 
-What it measures, alternating between the two so that both meet the same machine, medians over the
-repeats: greedy decoding of one stream (tokens/s after the prompt; of transformers' `generate`, the
-time for n tokens less the time for one), and prefill of 512 tokens. transformers runs with its
-defaults (sdpa attention, all cores); INT4 experts are unpacked for it, since on a CPU it has no
-INT4 product. `mini` is a random checkpoint (make_random_checkpoint.py) in a temporary folder; its
-transformers dtype is bfloat16, the demo's float32. Peak memory of loading is measured in processes
-of their own, less what importing the framework takes.
+What it measures, medians over the repeats, first this project and then transformers (alive
+together, their thread pools slow each other by a half): greedy decoding of one stream (tokens/s
+after the prompt; of transformers' `generate`, the time for n tokens less the time for one), and
+prefill of 512 tokens. transformers runs with its defaults (sdpa attention, all cores); INT4 experts
+are unpacked for it, since on a CPU it has no INT4 product. `mini` is a random checkpoint
+(make_random_checkpoint.py) in a temporary folder; its transformers dtype is bfloat16, the demo's
+float32. Peak memory of loading is measured in processes of their own, less what importing the
+framework takes.
 
 Needs the extra `reference`. Prints a table, then one JSON line.
 """
@@ -22,7 +23,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +38,19 @@ TRANSFORMERS_DTYPE = {"demo": "float32", "mini": "bfloat16"}
 NEW_TOKENS = {"demo": 128, "mini": 24}
 
 _LOAD = """
-import resource, sys
+import sys
 import jax.numpy as jnp
 from kimi_jax import LLM
+
+def peak():
+    # Not ru_maxrss, which a child takes over from its parent.
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
+
 jnp.zeros((8,)).block_until_ready()
-base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+base = peak()
 LLM(sys.argv[1], max_length=512, max_batch=1, progress=False)
-print(base, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+print(base, peak())
 """
 
 
@@ -132,39 +138,30 @@ class Transformers:
         return time.perf_counter() - began
 
 
-def compare(
-    name: str, phase: str, ours: Callable[[], float], theirs: Callable[[], float], repeats: int
-) -> dict[str, Any]:
-    """One row: medians of alternating runs. Callables give seconds for one unit of work."""
+def measure(name: str, side: Ours | Transformers, repeats: int) -> dict[str, list[float]]:
+    """Seconds for one unit of work by phase: a token, and the whole prefill."""
+    phases = {"decode": (side.decode, repeats), "prefill": (side.prefill, max(2, repeats // 2))}
+    return {
+        phase: [run() for _ in tqdm(range(n), desc=f"{name} {phase}", disable=None, leave=False)]
+        for phase, (run, n) in phases.items()
+    }
+
+
+def compare(name: str, phase: str, ours: list[float], theirs: list[float]) -> dict[str, Any]:
+    """One row, from seconds for one unit of work on each side."""
     tokens = PREFILL_TOKENS if phase == "prefill" else 1
-    pairs = [
-        (ours(), theirs())
-        for _ in tqdm(range(repeats), desc=f"{name} {phase}", disable=None, leave=False)
-    ]
-    our_seconds, their_seconds = (statistics.median(column) for column in zip(*pairs, strict=True))
-    ratios = sorted(theirs / ours for ours, theirs in pairs)
+    our_seconds, their_seconds = statistics.median(ours), statistics.median(theirs)
     return {
         "model": name,
         "phase": phase,
         "ours_tokens_per_second": round(tokens / our_seconds, 2),
         "transformers_tokens_per_second": round(tokens / their_seconds, 2),
         "ratio": round(their_seconds / our_seconds, 2),
-        "ratio_range": [round(ratios[0], 2), round(ratios[-1], 2)],
-        "repeats": repeats,
+        "ratio_range": [round(min(theirs) / max(ours), 2), round(max(theirs) / min(ours), 2)],
+        "repeats": len(ours),
+        "ours_dtype": "float32",
+        "transformers_dtype": TRANSFORMERS_DTYPE[name],
     }
-
-
-def bench(name: str, folder: Path, repeats: int) -> list[dict[str, Any]]:
-    """Both phases of one model."""
-    dtype = TRANSFORMERS_DTYPE[name]
-    ours = Ours(folder, NEW_TOKENS[name])
-    theirs = Transformers(folder, dtype, NEW_TOKENS[name])
-    rows = [
-        compare(name, "decode", ours.decode, theirs.decode, repeats),
-        # transformers takes a minute for mini's prefill.
-        compare(name, "prefill", ours.prefill, theirs.prefill, max(1, repeats // 2)),
-    ]
-    return [row | {"ours_dtype": ours.dtype, "transformers_dtype": dtype} for row in rows]
 
 
 def main() -> None:
@@ -190,6 +187,7 @@ def main() -> None:
     transformers.utils.logging.set_verbosity_error()
     rows: list[dict[str, Any]] = []
     memory: dict[str, Any] = {}
+    folders: dict[str, Path] = {}
     with tempfile.TemporaryDirectory() as scratch:
         for name in models:
             folder = DEMO
@@ -197,8 +195,17 @@ def main() -> None:
                 folder = args.mini or Path(scratch) / "mini"
                 if args.mini is None:
                     make_random_checkpoint(folder, "mini")
+            folders[name] = folder
             memory[name] = loading_memory(folder)
-            rows += bench(name, folder, args.repeats)
+        ours = {
+            name: measure(name, Ours(folder, NEW_TOKENS[name]), args.repeats)
+            for name, folder in folders.items()
+        }
+        for name, folder in folders.items():
+            side = Transformers(folder, TRANSFORMERS_DTYPE[name], NEW_TOKENS[name])
+            theirs = measure(name, side, args.repeats)
+            del side
+            rows += [compare(name, p, ours[name][p], theirs[p]) for p in ("decode", "prefill")]
     print(f"{'model':6} {'phase':8} {'ours tok/s':>11} {'transformers':>13} {'ratio':>7}")
     for row in rows:
         print(
