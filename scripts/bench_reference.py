@@ -3,8 +3,9 @@
     python scripts/bench_reference.py                     # demo and mini; about 4 minutes
     python scripts/bench_reference.py --models demo --repeats 3
 
-What it measures, medians over the repeats, first this project and then transformers (alive
-together, their thread pools slow each other by a half): greedy decoding of one stream (tokens/s
+What it measures, medians over the repeats, first this project and then transformers, so that
+neither runs beside the other's idle threads and memory (a machine whose speed drifts shows in the
+ratio; the range of single runs is given): greedy decoding of one stream (tokens/s
 after the prompt; of transformers' `generate`, the time for n tokens less the time for one), and
 prefill of 512 tokens. transformers runs with its defaults (sdpa attention, all cores); INT4 experts
 are unpacked for it, since on a CPU it has no INT4 product. `mini` is a random checkpoint
