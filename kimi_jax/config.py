@@ -13,6 +13,14 @@ from typing import Any
 
 MODEL_TYPES = ("kimi_k25", "kimi_k2", "deepseek_v3")
 
+PUBLISHED_IGNORE = (
+    "lm_head",
+    "re:.*self_attn.*",
+    "re:.*shared_experts.*",
+    "re:.*mlp\\.(gate|up|gate_up|down)_proj.*",
+)
+"""What Kimi-K2.5's `quantization_config` leaves in bfloat16: all but the routed experts."""
+
 
 class ConfigError(ValueError):
     """A `config.json` this project cannot run; the message lists every reason."""

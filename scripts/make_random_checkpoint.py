@@ -39,7 +39,7 @@ from tqdm import tqdm
 from kernels_pallas.grouped_matmul.layout import GROUP_SIZE, VALUES_PER_WORD
 from kimi_jax.checkpoint.table import TEXT_PREFIX
 from kimi_jax.checkpoint.writer import LazyTensor, write_checkpoint
-from kimi_jax.config import ModelConfig, QuantizationConfig, RopeConfig
+from kimi_jax.config import PUBLISHED_IGNORE, ModelConfig, QuantizationConfig, RopeConfig
 from kimi_jax.text.tokenizer import (
     NUM_SPECIAL_SLOTS,
     published_tokenizer_config,
@@ -57,12 +57,6 @@ CHUNK = 1 << 20
 SHARD_BYTES = 5 * 10**9
 # Room for the index, the tokenizer and the headers.
 SPARE_BYTES = 50_000_000
-PUBLISHED_IGNORE = (
-    "lm_head",
-    "re:.*self_attn.*",
-    "re:.*shared_experts.*",
-    "re:.*mlp\\.(gate|up|gate_up|down)_proj.*",
-)
 
 _COMMON: dict[str, Any] = {
     "n_shared_experts": 1,

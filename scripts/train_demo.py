@@ -39,7 +39,7 @@ from kernels_pallas.grouped_matmul.layout import pack_kernel
 from kimi_jax import LLM
 from kimi_jax.axes import pytree_dataclass
 from kimi_jax.checkpoint.writer import export_params, write_checkpoint
-from kimi_jax.config import ModelConfig, QuantizationConfig, RopeConfig
+from kimi_jax.config import PUBLISHED_IGNORE, ModelConfig, QuantizationConfig, RopeConfig
 from kimi_jax.model.quant import fake_quantize, quantize_int4
 from kimi_jax.model.transformer import Kimi, forward, logits
 from kimi_jax.text.chat import ChatTemplate
@@ -396,13 +396,7 @@ def quantised_params(model: Kimi) -> dict[str, jax.Array]:
 
 def write_demo(model: Kimi, ranks: dict[bytes, int], out: Path) -> None:
     """The checkpoint folder, in the layout and spelling of Kimi-K2.5."""
-    ignore = (
-        "lm_head",
-        "re:.*self_attn.*",
-        "re:.*shared_experts.*",
-        "re:.*mlp\\.(gate|up|gate_up|down)_proj.*",
-    )
-    cfg = dataclasses.replace(model.cfg, quantization=QuantizationConfig(ignore=ignore))
+    cfg = dataclasses.replace(model.cfg, quantization=QuantizationConfig(ignore=PUBLISHED_IGNORE))
     tensors = export_params(quantised_params(model), cfg, prefix="language_model.")
     write_checkpoint(out, tensors, cfg.to_kimi_k25_dict(), overwrite=True)
     config = published_tokenizer_config(len(ranks))

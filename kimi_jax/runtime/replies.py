@@ -5,6 +5,7 @@ or a chat reply taken apart into reasoning, content and tool calls. It is where 
 row, since only text can tell.
 """
 
+import abc
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -82,7 +83,7 @@ class Piece:
     result: Result | None = None
 
 
-class Collector:
+class Collector(abc.ABC):
     """One row's reply as it grows, until the device or a stop string ends it."""
 
     def __init__(self, request: Request):
@@ -130,12 +131,13 @@ class Collector:
             **self._content(),
         )
 
+    @abc.abstractmethod
     def _read(self, ids: Sequence[int], *, is_last: bool) -> tuple[Piece, int | None]:
         """What the ids add; if a stop string matched, how many of all ids to keep."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _content(self) -> dict[str, Any]:
-        raise NotImplementedError
+        """The result's text, and what a chat reply has besides."""
 
 
 class TextCollector(Collector):

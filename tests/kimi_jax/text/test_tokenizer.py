@@ -4,6 +4,7 @@ import random
 
 import pytest
 import regex
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -57,7 +58,6 @@ def test_encode_is_split_then_merge(tokenizer, ranks):
     ],
 )
 def test_split_pattern_pieces_in_three_engines(text, pieces):
-    tokenizers = pytest.importorskip("tokenizers")
     split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(SPLIT_PATTERN), "isolated")
     assert [piece for piece, _ in split.pre_tokenize_str(text)] == pieces
     assert regex.findall(SPLIT_PATTERN, text, flags=regex.V1) == pieces
