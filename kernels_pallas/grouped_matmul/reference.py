@@ -7,7 +7,8 @@ read. A pair whose id lies outside 0..E-1 (padding, or an expert of another devi
 Few tokens run every used expert over all of them; many are sorted into blocks of one expert each.
 """
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +20,11 @@ from kernels_pallas.grouped_matmul.layout import GROUP_SIZE, Int4Weight, nibble_
 FEW_TOKENS = 16
 """Up to here a used expert runs over all tokens; beyond, tokens are sorted by expert."""
 
-SMALLEST_BLOCK, LARGEST_BLOCK = 16, 128
-"""Rows of a sorted block, by how many an expert gets on average: a matrix is dequantised once a
-block, and rows a block has too many are wasted."""
+BLOCK_ROWS = 32
+"""Rows of a sorted block: rows a group's last block has too many are wasted."""
+
+PIECE_BYTES = 256 * 1024
+"""Float32 weights dequantised at a time for few tokens: what a core's own cache holds."""
 
 ExpertWeight = Float[Array, "E in out"] | Int4Weight
 
@@ -52,35 +55,78 @@ def num_experts(experts: ExpertWeights) -> int:
     return (weight.packed if isinstance(weight, Int4Weight) else weight).shape[0]
 
 
-def expert_product(
-    x: Float[Array, "T in"], weight: ExpertWeight, expert: Int[Array, ""]
-) -> Float[Array, "T out"]:
-    """x times one expert's matrix, accumulated in float32, in float32."""
+class _Planes(NamedTuple):
+    """One expert's matrix, or some of its input rows, in floating point.
+
+    Plane i of n holds inputs i, i+n, ...: one plane for float weights, the even and the odd inputs
+    for INT4, which are never put together.
+    """
+
+    planes: tuple[Float[Array, "in_n out"], ...]
+
+    def times(self, x: Float[Array, "T in"]) -> Float[Array, "T out"]:
+        """The product, accumulated in float32, in float32."""
+        n = len(self.planes)
+        return sum(
+            jnp.matmul(x[:, i::n], plane, preferred_element_type=jnp.float32)
+            for i, plane in enumerate(self.planes)
+        )
+
+
+def _planes(
+    weight: ExpertWeight, expert: Int[Array, ""], dtype: jnp.dtype, start: int = 0, rows: int = -1
+) -> _Planes:
+    """Input rows start..start+rows (all by default; whole groups for INT4) of one expert."""
+
+    def cut(array: jax.Array, rows_each: int) -> jax.Array:
+        first, count = start // rows_each, array.shape[1] if rows < 0 else rows // rows_each
+        return jax.lax.dynamic_slice(array, (expert, first, 0), (1, count, array.shape[2]))[0]
+
     if not isinstance(weight, Int4Weight):
-        one = jax.lax.dynamic_index_in_dim(weight, expert, keepdims=False)
-        return jnp.matmul(x, one.astype(x.dtype), preferred_element_type=jnp.float32)
-    packed = jax.lax.dynamic_index_in_dim(weight.packed, expert, keepdims=False)
-    scale = jax.lax.dynamic_index_in_dim(weight.scale, expert, keepdims=False)
-    rows, out = packed.shape
+        return _Planes((cut(weight, 1).astype(dtype),))
+    packed, scale = cut(weight.packed, 2), cut(weight.scale, GROUP_SIZE)
+    half_rows, out = packed.shape
     scale_f32 = scale.astype(jnp.float32)[:, None, :]
 
     def plane(q: jax.Array) -> jax.Array:
         grouped = q.astype(jnp.float32).reshape(-1, GROUP_SIZE // 2, out)
-        return (grouped * scale_f32).reshape(rows, out).astype(x.dtype)
+        return (grouped * scale_f32).reshape(half_rows, out).astype(dtype)
 
-    even, odd = (plane(q) for q in nibble_planes(packed))
-    f32 = jnp.float32
-    return jnp.matmul(x[:, 0::2], even, preferred_element_type=f32) + jnp.matmul(
-        x[:, 1::2], odd, preferred_element_type=f32
+    return _Planes(tuple(plane(q) for q in nibble_planes(packed)))
+
+
+def expert_product(
+    x: Float[Array, "T in"], weight: ExpertWeight, expert: Int[Array, ""]
+) -> Float[Array, "T out"]:
+    """x times one expert's matrix, in float32; INT4 is dequantised a piece at a time."""
+    if not isinstance(weight, Int4Weight):
+        return _planes(weight, expert, x.dtype).times(x)
+    groups_a_piece = max(1, PIECE_BYTES // (GROUP_SIZE * weight.packed.shape[2] * 4))
+    rows = GROUP_SIZE * groups_a_piece
+    return sum(
+        _planes(weight, expert, x.dtype, start, min(rows, x.shape[1] - start)).times(
+            x[:, start : start + rows]
+        )
+        for start in range(0, x.shape[1], rows)
     )
+
+
+def _gated(gate_f32: jax.Array, up_f32: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    return (jax.nn.silu(gate_f32) * up_f32).astype(dtype)
 
 
 def _ffn(x: jax.Array, experts: ExpertWeights, expert: jax.Array) -> jax.Array:
     gate_f32 = expert_product(x, experts.gate_proj, expert)
     up_f32 = expert_product(x, experts.up_proj, expert)
-    return expert_product(
-        (jax.nn.silu(gate_f32) * up_f32).astype(x.dtype), experts.down_proj, expert
-    )
+    return expert_product(_gated(gate_f32, up_f32, x.dtype), experts.down_proj, expert)
+
+
+def _ffn_of_matrices(x: jax.Array, matrices: list[jax.Array]) -> jax.Array:
+    return _ffn_of_planes(x, *(_Planes((w.astype(x.dtype),)) for w in matrices))
+
+
+def _ffn_of_planes(x: jax.Array, gate: _Planes, up: _Planes, down: _Planes) -> jax.Array:
+    return down.times(_gated(gate.times(x), up.times(x), x.dtype))
 
 
 def _one_token(
@@ -116,25 +162,33 @@ def _few_tokens(
 
 
 class _Sorted(NamedTuple):
-    """Pairs (token, choice) sorted by expert, and the blocks of one expert each they are cut into.
-
-    Absent pairs come last and belong to no block.
-    """
+    """Pairs (token, choice) sorted by expert, absent pairs last."""
 
     tokens: Int[Array, " padded_pairs"]
     place: Int[Array, "T A"]
     group_start: Int[Array, " E"]
     group_end: Int[Array, " E"]
-    first_block: Int[Array, " E"]
-    last_block: Int[Array, " E"]
-    block_rows: int
+    used: Int[Array, " at_most_E"]
+    num_used: Int[Array, ""]
 
-    def block(self, i: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Block i's expert, its first sorted row, and which of its rows are the expert's own."""
-        expert = jnp.searchsorted(self.last_block, i, side="right").astype(jnp.int32)
-        start = self.group_start[expert] + (i - self.first_block[expert]) * self.block_rows
-        rows = start + jnp.arange(self.block_rows, dtype=jnp.int32)
-        return expert, start, rows < self.group_end[expert]
+    def over_groups(self, run: Callable[[jax.Array, Any], Any], carry: Any) -> Any:
+        """Folds `run(expert, carry)` over the used experts, in order."""
+        return jax.lax.fori_loop(0, self.num_used, lambda i, c: run(self.used[i], c), carry)
+
+    def over_blocks(
+        self, expert: jax.Array, run: Callable[[jax.Array, jax.Array, Any], Any], carry: Any
+    ) -> Any:
+        """Folds `run(first_row, is_own, carry)` over the blocks of one expert's group.
+
+        `is_own` says which of the block's rows are the group's: the last block runs past its end.
+        """
+        start, end = self.group_start[expert], self.group_end[expert]
+
+        def run_block(i: jax.Array, carry: Any) -> Any:
+            first = start + i * BLOCK_ROWS
+            return run(first, first + jnp.arange(BLOCK_ROWS, dtype=jnp.int32) < end, carry)
+
+        return jax.lax.fori_loop(0, (end - start + BLOCK_ROWS - 1) // BLOCK_ROWS, run_block, carry)
 
 
 def _sort_by_expert(ids: Int[Array, "T A"], E: int) -> _Sorted:
@@ -143,26 +197,17 @@ def _sort_by_expert(ids: Int[Array, "T A"], E: int) -> _Sorted:
     flat = jnp.where((flat >= 0) & (flat < E), flat, E)
     order = jnp.argsort(flat, stable=True).astype(jnp.int32)
     sizes = jnp.zeros((E + 1,), jnp.int32).at[flat].add(1)[:E]
-    block_rows = block_rows_for(T * A, E)
-    blocks = (sizes + block_rows - 1) // block_rows
     group_end = jnp.cumsum(sizes)
-    last_block = jnp.cumsum(blocks)
+    (used,) = jnp.nonzero(sizes, size=min(E, T * A), fill_value=0)
     return _Sorted(
         # A last block may run past the pairs; its extra rows read token 0 and are never used.
-        tokens=jnp.pad(order // A, (0, block_rows)),
+        tokens=jnp.pad(order // A, (0, BLOCK_ROWS)),
         place=jnp.zeros_like(order).at[order].set(jnp.arange(T * A, dtype=jnp.int32)).reshape(T, A),
         group_start=group_end - sizes,
         group_end=group_end,
-        first_block=last_block - blocks,
-        last_block=last_block,
-        block_rows=block_rows,
+        used=used.astype(jnp.int32),
+        num_used=jnp.sum((sizes > 0).astype(jnp.int32)),
     )
-
-
-def block_rows_for(num_pairs: int, E: int) -> int:
-    """Rows of a block: the power of two at or under an expert's mean share, within the bounds."""
-    mean = max(1, num_pairs // E)
-    return min(max(1 << (mean.bit_length() - 1), SMALLEST_BLOCK), LARGEST_BLOCK)
 
 
 def _by_count(
@@ -186,24 +231,27 @@ def _many_tokens_forward(
     pairs = _sort_by_expert(ids, E)
     x_sorted = x[pairs.tokens]
 
-    def run(i: jax.Array, y_sorted_f32: jax.Array) -> jax.Array:
-        expert, start, _ = pairs.block(i)
-        y_f32 = _ffn(
-            jax.lax.dynamic_slice_in_dim(x_sorted, start, pairs.block_rows), experts, expert
-        )
-        # Rows past the group's end are written too; the next group's block comes later and wins.
-        return jax.lax.dynamic_update_slice_in_dim(y_sorted_f32, y_f32, start, 0)
+    def run_group(expert: jax.Array, y_sorted_f32: jax.Array) -> jax.Array:
+        matrices = [_planes(w, expert, x.dtype) for w in experts]
+
+        def run_block(first: jax.Array, _: jax.Array, y_sorted_f32: jax.Array) -> jax.Array:
+            rows = jax.lax.dynamic_slice_in_dim(x_sorted, first, BLOCK_ROWS)
+            y_f32 = _ffn_of_planes(rows, *matrices)
+            # Rows past the group's end are written too; the next group comes later and wins.
+            return jax.lax.dynamic_update_slice_in_dim(y_sorted_f32, y_f32, first, 0)
+
+        return pairs.over_blocks(expert, run_block, y_sorted_f32)
 
     y_sorted_f32 = jnp.zeros((*pairs.tokens.shape, x.shape[1]), jnp.float32)
-    y_sorted_f32 = jax.lax.fori_loop(0, pairs.last_block[-1], run, y_sorted_f32)
+    y_sorted_f32 = pairs.over_groups(run_group, y_sorted_f32)
     share_f32 = jnp.where((ids >= 0) & (ids < E), combine_f32, 0.0)
     out_f32 = jnp.einsum("ta,tad->td", share_f32, y_sorted_f32[pairs.place])
     return out_f32, (x, experts, ids, combine_f32, y_sorted_f32)
 
 
 def _many_tokens_backward(residuals: tuple, d_out_f32: jax.Array) -> tuple:
-    # The forward loop's length is dynamic, so JAX cannot reverse it; each block's products are
-    # run again and differentiated in a loop over the same blocks. Only gathers, no scatters.
+    # The forward loops' lengths are dynamic, so JAX cannot reverse them; each block's products are
+    # run again and differentiated in loops over the same blocks. Only gathers, no scatters.
     x, experts, ids, combine_f32, y_sorted_f32 = residuals
     E = num_experts(experts)
     pairs = _sort_by_expert(ids, E)
@@ -214,21 +262,31 @@ def _many_tokens_backward(residuals: tuple, d_out_f32: jax.Array) -> tuple:
     x_sorted = x[pairs.tokens]
     d_y_sorted_f32 = d_out_f32[pairs.tokens] * share_sorted_f32[:, None]
 
-    def run(i: jax.Array, carry: tuple) -> tuple:
+    def run_group(expert: jax.Array, carry: tuple) -> tuple:
         d_x_sorted, d_experts = carry
-        expert, start, is_own = pairs.block(i)
-        one = jax.tree.map(lambda w: jax.lax.dynamic_slice_in_dim(w, expert, 1), experts)
-        rows = jax.lax.dynamic_slice_in_dim(x_sorted, start, pairs.block_rows)
-        _, pull = jax.vjp(lambda x, w: _ffn(x, w, jnp.zeros((), jnp.int32)), rows, one)
-        d_y_f32 = jax.lax.dynamic_slice_in_dim(d_y_sorted_f32, start, pairs.block_rows)
-        d_rows, d_one = pull(jnp.where(is_own[:, None], d_y_f32, 0.0))
-        d_x_sorted = jax.lax.dynamic_update_slice_in_dim(d_x_sorted, d_rows, start, 0)
-        return d_x_sorted, jax.tree.map(
-            lambda total, d: _add_at(total, d, expert), d_experts, d_one
+        one = [jax.lax.dynamic_index_in_dim(w, expert, keepdims=False) for w in experts]
+
+        def run_block(first: jax.Array, is_own: jax.Array, carry: tuple) -> tuple:
+            d_x_sorted, d_one = carry
+            rows = jax.lax.dynamic_slice_in_dim(x_sorted, first, BLOCK_ROWS)
+            _, pull = jax.vjp(_ffn_of_matrices, rows, one)
+            d_y_f32 = jax.lax.dynamic_slice_in_dim(d_y_sorted_f32, first, BLOCK_ROWS)
+            d_rows, d_block = pull(jnp.where(is_own[:, None], d_y_f32, 0.0))
+            d_x_sorted = jax.lax.dynamic_update_slice_in_dim(d_x_sorted, d_rows, first, 0)
+            return d_x_sorted, jax.tree.map(jnp.add, d_one, d_block)
+
+        start = (d_x_sorted, jax.tree.map(jnp.zeros_like, one))
+        d_x_sorted, d_one = pairs.over_blocks(expert, run_block, start)
+        d_experts = ExpertWeights(
+            *(
+                jax.lax.dynamic_update_index_in_dim(d, o, expert, 0)
+                for d, o in zip(d_experts, d_one, strict=True)
+            )
         )
+        return d_x_sorted, d_experts
 
     start = (jnp.zeros_like(x_sorted), jax.tree.map(jnp.zeros_like, experts))
-    d_x_sorted, d_experts = jax.lax.fori_loop(0, pairs.last_block[-1], run, start)
+    d_x_sorted, d_experts = pairs.over_groups(run_group, start)
     d_x_pairs = jnp.where(is_here[:, :, None], d_x_sorted[pairs.place], jnp.zeros((), x.dtype))
     d_combine = jnp.einsum("td,tad->ta", d_out_f32, y_sorted_f32[pairs.place])
     no_gradient = np.zeros(ids.shape, jax.dtypes.float0)
@@ -236,8 +294,3 @@ def _many_tokens_backward(residuals: tuple, d_out_f32: jax.Array) -> tuple:
 
 
 _differentiable.defvjp(_many_tokens_forward, _many_tokens_backward)
-
-
-def _add_at(total: jax.Array, one: jax.Array, at: jax.Array) -> jax.Array:
-    old = jax.lax.dynamic_slice_in_dim(total, at, 1)
-    return jax.lax.dynamic_update_slice_in_dim(total, old + one, at, 0)

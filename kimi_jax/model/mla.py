@@ -92,13 +92,11 @@ def attend_naive(
     visible: Array,
 ) -> Float[Array, "B T N H"]:
     """Attention over expanded keys and values; `visible` [B, T, S] says who sees what."""
-    k_nope, k_rope, v = _expand(attn, cfg, rows.astype(queries.q_nope.dtype))
-    scores_f32 = _scores(queries, k_nope, k_rope, cfg.softmax_scale)
+    k, v = _expand(attn, cfg, rows.astype(queries.q_nope.dtype))
+    scores_f32 = _scores(_heads_first(queries), k, cfg.softmax_scale)
     weights_f32 = jax.nn.softmax(jnp.where(visible[:, None], scores_f32, -jnp.inf), axis=-1)
-    out = jnp.einsum(
-        "bnts,bsnh->btnh", weights_f32.astype(v.dtype), v, preferred_element_type=jnp.float32
-    )
-    return out.astype(v.dtype)
+    out_f32 = jnp.matmul(weights_f32.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    return out_f32.astype(v.dtype).swapaxes(1, 2)
 
 
 def attend_naive_blocked(
@@ -119,21 +117,20 @@ def attend_naive_blocked(
     block = min(KEY_BLOCK, S)
     if S % block:
         raise ValueError(f"a cache of {S} slots is not a multiple of the key block {block}")
+    q = _heads_first(queries)
 
     def attend_block(i: jax.Array, carry: tuple) -> tuple:
         out_f32, total_f32, largest_f32 = carry
         rows = jax.lax.dynamic_slice_in_dim(slots_of_rows, i * block, block, axis=1)
-        k_nope, k_rope, v = _expand(attn, cfg, rows.astype(queries.q_nope.dtype))
-        scores_f32 = _scores(queries, k_nope, k_rope, cfg.softmax_scale)
+        k, v = _expand(attn, cfg, rows.astype(q.dtype))
+        scores_f32 = _scores(q, k, cfg.softmax_scale)
         slots = i * block + jnp.arange(block, dtype=positions.dtype)
         seen = slots <= positions[:, None, :, None]
         scores_f32 = jnp.where(seen, scores_f32, -jnp.inf)
         new_largest = jnp.maximum(largest_f32, jnp.max(scores_f32, axis=-1, keepdims=True))
         weights_f32 = jnp.exp(scores_f32 - new_largest)
         shrink = jnp.exp(largest_f32 - new_largest)
-        update = jnp.einsum(
-            "bnts,bsnh->bnth", weights_f32.astype(v.dtype), v, preferred_element_type=jnp.float32
-        )
+        update = jnp.matmul(weights_f32.astype(v.dtype), v, preferred_element_type=jnp.float32)
         total_f32 = total_f32 * shrink + jnp.sum(weights_f32, axis=-1, keepdims=True)
         return out_f32 * shrink + update, total_f32, new_largest
 
@@ -145,7 +142,7 @@ def attend_naive_blocked(
     )
     num_blocks = jnp.max(positions) // block + 1
     out_f32, total_f32, _ = jax.lax.fori_loop(0, num_blocks, attend_block, start)
-    return (out_f32 / total_f32).astype(queries.q_nope.dtype).swapaxes(1, 2)
+    return (out_f32 / total_f32).astype(q.dtype).swapaxes(1, 2)
 
 
 def attention_layer(
@@ -186,22 +183,26 @@ def _per_head(x: Float[Array, "B T N X"], w: Float[Array, "N X Y"]) -> Float[Arr
     return out.swapaxes(0, 1).reshape(B, T, N, -1)
 
 
+def _heads_first(queries: Projected) -> Float[Array, "B N T UR"]:
+    """Both parts of the queries, heads before tokens: products then run as one batch of matrices,
+    which XLA:CPU needs to be fast."""
+    return jnp.concatenate([queries.q_nope, queries.q_rope], axis=-1).swapaxes(1, 2)
+
+
 def _expand(
     attn: Attention, cfg: ModelConfig, rows: Float[Array, "B S CR"]
-) -> tuple[Float[Array, "B S N U"], Float[Array, "B S R"], Float[Array, "B S N H"]]:
-    C = cfg.kv_lora_rank
-    latent, k_rope = rows[..., :C], rows[..., C:]
+) -> tuple[Float[Array, "B N UR S"], Float[Array, "B N S H"]]:
+    """Keys (each a column) and values of every head."""
+    B, S, _ = rows.shape
+    latent, k_rope = rows[..., : cfg.kv_lora_rank], rows[..., cfg.kv_lora_rank :]
     w_uk, w_uv = attn.kv_b_proj_k[...].astype(rows.dtype), attn.kv_b_proj_v[...].astype(rows.dtype)
     f32 = jnp.float32
-    k_nope = jnp.einsum("bsc,nuc->bsnu", latent, w_uk, preferred_element_type=f32)
-    v = jnp.einsum("bsc,nch->bsnh", latent, w_uv, preferred_element_type=f32)
-    return k_nope.astype(rows.dtype), k_rope, v.astype(rows.dtype)
+    k_nope = jnp.einsum("nuc,bsc->bnus", w_uk, latent, preferred_element_type=f32)
+    v = jnp.einsum("bsc,nch->bnsh", latent, w_uv, preferred_element_type=f32)
+    shared = (B, w_uk.shape[0], cfg.qk_rope_head_dim, S)
+    k_rope = jnp.broadcast_to(k_rope.swapaxes(1, 2)[:, None], shared)
+    return jnp.concatenate([k_nope.astype(rows.dtype), k_rope], axis=2), v.astype(rows.dtype)
 
 
-def _scores(
-    queries: Projected, k_nope: jax.Array, k_rope: jax.Array, scale: float
-) -> Float[Array, "B N T S"]:
-    f32 = jnp.float32
-    nope = jnp.einsum("btnu,bsnu->bnts", queries.q_nope, k_nope, preferred_element_type=f32)
-    rotated = jnp.einsum("btnr,bsr->bnts", queries.q_rope, k_rope, preferred_element_type=f32)
-    return (nope + rotated) * scale
+def _scores(q: jax.Array, k: jax.Array, scale: float) -> Float[Array, "B N T S"]:
+    return jnp.matmul(q, k, preferred_element_type=jnp.float32) * scale

@@ -38,7 +38,7 @@ from kimi_jax.runtime.sampling import SamplingParams, SamplingState, make_sampli
 
 _log = logging.getLogger(__name__)
 
-PREFILL_SIZES = (16, 64, 256)
+PREFILL_SIZES = (16, 128, 512)
 CAPACITY_UNIT = 256
 CAPACITY_GROWTH = 4
 MAX_STOP_IDS = 16

@@ -128,7 +128,7 @@ def test_a_token_does_not_depend_on_its_neighbours(T, experts, assert_close):
 
 def test_group_ends_that_meet_block_ends(assert_close_to_scale):
     """Groups of one block, of one row more, of one row, and of none."""
-    T, block = 300, reference.block_rows_for(300 * A, E)
+    T, block = 300, reference.BLOCK_ROWS
     x, _, combine = case(T)
     ids = np.full((T, A), -1, np.int32)
     ids[:block, 0] = 1
