@@ -1,29 +1,29 @@
 """Speed of one stream against transformers on the same checkpoints, and the memory of loading.
 
-    python scripts/bench_reference.py                     # demo and mini; about 4 minutes
+    python scripts/bench_reference.py                     # demo and mini; about 6 minutes
     python scripts/bench_reference.py --models demo --repeats 3
 
-What it measures, medians over the repeats, first this project and then transformers, so that
-neither runs beside the other's idle threads and memory (a machine whose speed drifts shows in the
-ratio; the range of single runs is given): greedy decoding of one stream (tokens/s
-after the prompt; of transformers' `generate`, the time for n tokens less the time for one), and
-prefill of 512 tokens. transformers runs with its defaults (sdpa attention, all cores); INT4 experts
+What it measures, medians over the repeats: greedy decoding of one stream (tokens/s after the
+prompt; of transformers' `generate`, the time for n tokens less the time for one), and prefill of
+512 tokens. Each side lives in a process of its own and they take turns, so that a machine whose
+speed drifts slows both; the ratio is the median of the turns' own ratios. transformers runs with its defaults (sdpa attention, all cores); INT4 experts
 are unpacked for it, since on a CPU it has no INT4 product. `mini` is a random checkpoint
 (make_random_checkpoint.py) in a temporary folder; its transformers dtype is bfloat16, the demo's
-float32. Peak memory of loading is measured in processes of their own, less what importing the
-framework takes.
+float32. Peak memory of loading is measured in processes of their own, less what the
+imports, JAX's start and the tokenizer take.
 
 Needs the extra `reference`. Prints a table, then one JSON line.
 """
 
 import argparse
 import json
-import resource
+import multiprocessing
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,11 @@ NEW_TOKENS = {"demo": 128, "mini": 24}
 
 _LOAD = """
 import sys
+from pathlib import Path
+
 import jax.numpy as jnp
 from kimi_jax import LLM
+from kimi_jax.text.tokenizer import Tokenizer
 
 def peak():
     # Not ru_maxrss, which a child takes over from its parent.
@@ -49,6 +52,7 @@ def peak():
         return next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
 
 jnp.zeros((8,)).block_until_ready()
+tokenizer = Tokenizer.from_folder(Path(sys.argv[1]))
 base = peak()
 LLM(sys.argv[1], max_length=512, max_batch=1, progress=False)
 print(base, peak())
@@ -56,7 +60,7 @@ print(base, peak())
 
 
 def loading_memory(folder: Path) -> dict[str, Any]:
-    """Peak resident bytes that loading adds to the framework's own, over the size on disk."""
+    """Peak resident bytes that loading adds to what the process held, over the size on disk."""
     run = subprocess.run(
         [sys.executable, "-c", _LOAD, str(folder)], capture_output=True, text=True, check=True
     )
@@ -64,7 +68,7 @@ def loading_memory(folder: Path) -> dict[str, Any]:
     on_disk = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     return {
         "bytes_on_disk": on_disk,
-        "framework_bytes": base,
+        "bytes_before": base,
         "peak_bytes": peak,
         "loading_over_disk": round((peak - base) / on_disk, 3),
     }
@@ -103,6 +107,9 @@ class Transformers:
     def __init__(self, folder: Path, dtype: str, new_tokens: int):
         import make_goldens
         import torch
+        import transformers
+
+        transformers.utils.logging.set_verbosity_error()
 
         self._torch = torch
         self._model = make_goldens.load_reference(folder, getattr(torch, dtype), attention="sdpa")
@@ -139,27 +146,60 @@ class Transformers:
         return time.perf_counter() - began
 
 
-def measure(name: str, side: Ours | Transformers, repeats: int) -> dict[str, list[float]]:
-    """Seconds for one unit of work by phase: a token, and the whole prefill."""
-    phases = {"decode": (side.decode, repeats), "prefill": (side.prefill, max(2, repeats // 2))}
-    return {
-        phase: [run() for _ in tqdm(range(n), desc=f"{name} {phase}", disable=None, leave=False)]
-        for phase, (run, n) in phases.items()
-    }
+class Worker:
+    """One side in a process of its own; idle but while it measures."""
+
+    def __init__(self, side: type, *args: Any):
+        context = multiprocessing.get_context("spawn")
+        self._pipe, end = context.Pipe()
+        self._process = context.Process(target=_serve, args=(end, side, args), daemon=True)
+        self._process.start()
+        end.close()
+        self._pipe.recv()
+
+    def measure(self, phase: str) -> float:
+        """Seconds for one unit of work: a token, or the whole prefill."""
+        self._pipe.send(phase)
+        return self._pipe.recv()
+
+    def close(self) -> None:
+        """Ends the process."""
+        self._pipe.close()
+        self._process.join()
 
 
-def compare(name: str, phase: str, ours: list[float], theirs: list[float]) -> dict[str, Any]:
-    """One row, from seconds for one unit of work on each side."""
+def _serve(pipe: Connection, side_class: type, args: tuple) -> None:
+    side = side_class(*args)
+    pipe.send("ready")
+    while True:
+        try:
+            phase = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(getattr(side, phase)())
+
+
+def take_turns(name: str, ours: Worker, theirs: Worker, phase: str, repeats: int) -> dict[str, Any]:
+    """One row: each side once a turn, after one turn that is thrown away."""
+    turns = []
+    for _ in tqdm(range(repeats + 1), desc=f"{name} {phase}", disable=None, leave=False):
+        turns.append((ours.measure(phase), theirs.measure(phase)))
+    return compare(name, phase, turns[1:])
+
+
+def compare(name: str, phase: str, turns: list[tuple[float, float]]) -> dict[str, Any]:
+    """One row, from each turn's seconds for one unit of work: this project's, transformers'."""
     tokens = PREFILL_TOKENS if phase == "prefill" else 1
-    our_seconds, their_seconds = statistics.median(ours), statistics.median(theirs)
+    our_seconds, their_seconds = (statistics.median(side) for side in zip(*turns, strict=True))
+    ratios = [theirs / ours for ours, theirs in turns]
     return {
         "model": name,
         "phase": phase,
         "ours_tokens_per_second": round(tokens / our_seconds, 2),
         "transformers_tokens_per_second": round(tokens / their_seconds, 2),
-        "ratio": round(their_seconds / our_seconds, 2),
-        "ratio_range": [round(min(theirs) / max(ours), 2), round(max(theirs) / min(ours), 2)],
-        "repeats": len(ours),
+        "ratio": round(statistics.median(ratios), 2),
+        "ratio_range": [round(min(ratios), 2), round(max(ratios), 2)],
+        "repeats": len(turns),
         "ours_dtype": "float32",
         "transformers_dtype": TRANSFORMERS_DTYPE[name],
     }
@@ -185,10 +225,8 @@ def main() -> None:
         parser.exit(1, f'{error}; install it with: pip install -e ".[reference]"\n')
     from make_random_checkpoint import make_random_checkpoint
 
-    transformers.utils.logging.set_verbosity_error()
     rows: list[dict[str, Any]] = []
     memory: dict[str, Any] = {}
-    folders: dict[str, Path] = {}
     with tempfile.TemporaryDirectory() as scratch:
         for name in models:
             folder = DEMO
@@ -196,17 +234,15 @@ def main() -> None:
                 folder = args.mini or Path(scratch) / "mini"
                 if args.mini is None:
                     make_random_checkpoint(folder, "mini")
-            folders[name] = folder
             memory[name] = loading_memory(folder)
-        ours = {
-            name: measure(name, Ours(folder, NEW_TOKENS[name]), args.repeats)
-            for name, folder in folders.items()
-        }
-        for name, folder in folders.items():
-            side = Transformers(folder, TRANSFORMERS_DTYPE[name], NEW_TOKENS[name])
-            theirs = measure(name, side, args.repeats)
-            del side
-            rows += [compare(name, p, ours[name][p], theirs[p]) for p in ("decode", "prefill")]
+            ours = Worker(Ours, folder, NEW_TOKENS[name])
+            theirs = Worker(Transformers, folder, TRANSFORMERS_DTYPE[name], NEW_TOKENS[name])
+            rows += [
+                take_turns(name, ours, theirs, phase, args.repeats)
+                for phase in ("decode", "prefill")
+            ]
+            ours.close()
+            theirs.close()
     print(f"{'model':6} {'phase':8} {'ours tok/s':>11} {'transformers':>13} {'ratio':>7}")
     for row in rows:
         print(
@@ -221,7 +257,6 @@ def main() -> None:
         prompt_tokens=PROMPT_TOKENS,
         new_tokens=NEW_TOKENS,
         prefill_tokens=PREFILL_TOKENS,
-        peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         seed=0,
     )
     print(json.dumps({"rows": rows, "memory": memory, "conditions": facts}))
