@@ -13,6 +13,7 @@ sharding rules.
     R  head width rotated (qk_rope)       Z  tapped layers
     H  value head width                   G  int4 groups along the contracted axis
     Q  query latent rank (q_lora)         C  key-value latent rank (kv_lora)
+    P  key-value heads (Llama drafter)
 
 Two letters written together ("UR", "CR") are those axes concatenated, and are never sharded.
 """

@@ -31,17 +31,12 @@ class LatentCache:
     def grown(self, batch: int, capacity: int) -> "LatentCache":
         """The same rows with `capacity` slots each, the new ones zero."""
 
-        def grow(layer: jax.Array) -> jax.Array:
-            rows = layer.reshape(batch, -1, layer.shape[1])
-            more = ((0, 0), (0, capacity - rows.shape[1]), (0, 0))
-            return jnp.pad(rows, more).reshape(batch * capacity, -1)
-
-        return LatentCache(layers=tuple(map(grow, self.layers)))
+        return LatentCache(layers=tuple(grow_rows(x, batch, capacity) for x in self.layers))
 
 
 def write_rows(
-    cache: Float[Array, "BS CR"], rows: Float[Array, "B T CR"], start: Int[Array, " B"]
-) -> Float[Array, "BS CR"]:
+    cache: Float[Array, "BS *row"], rows: Float[Array, "B T *row"], start: Int[Array, " B"]
+) -> Float[Array, "BS *row"]:
     """The cache with each batch row's T new rows in slots start..start+T.
 
     `start + T` must not pass the capacity: it would reach into the next row's slots.
@@ -50,6 +45,13 @@ def write_rows(
     S = cache.shape[0] // B
     rows = rows.astype(cache.dtype)
     for b in range(B):
-        at = (start[b] + b * S, jnp.zeros_like(start[b]))
-        cache = jax.lax.dynamic_update_slice(cache, rows[b], at)
+        first = start[b] + b * S
+        cache = jax.lax.dynamic_update_slice_in_dim(cache, rows[b], first, axis=0)
     return cache
+
+
+def grow_rows(cache: Float[Array, "BS *row"], batch: int, capacity: int) -> jax.Array:
+    """The same rows with `capacity` slots each, the new ones zero."""
+    rows = cache.reshape(batch, -1, *cache.shape[1:])
+    more = ((0, 0), (0, capacity - rows.shape[1]), *((0, 0),) * (cache.ndim - 1))
+    return jnp.pad(rows, more).reshape(batch * capacity, *cache.shape[1:])

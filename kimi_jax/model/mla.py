@@ -21,23 +21,23 @@ from kernels_pallas.mla_attention.reference import mla_attention
 from kimi_jax.axes import Rules
 from kimi_jax.config import ModelConfig
 from kimi_jax.model import rope
+from kimi_jax.model.attention import attend_blocked
 from kimi_jax.model.cache import write_rows
 from kimi_jax.model.layers import Keys, gain, linear, rms_norm, weight
 
-KEY_BLOCK = 256
-"""Keys a prefill chunk expands at a time; bounds its memory whatever the context's length."""
-
-
 class Attention(nnx.Module):
-    """Weights of one attention layer."""
+    """Weights of one attention layer; `input_width` where its input is not the model's width."""
 
-    def __init__(self, cfg: ModelConfig, *, dtype: jnp.dtype, rngs: Keys):
+    def __init__(
+        self, cfg: ModelConfig, *, dtype: jnp.dtype, rngs: Keys, input_width: int | None = None
+    ):
         D, N, Q, C = cfg.hidden_size, cfg.num_attention_heads, cfg.q_lora_rank, cfg.kv_lora_rank
         U, R, H = cfg.qk_nope_head_dim, cfg.qk_rope_head_dim, cfg.v_head_dim
-        self.q_a_proj = weight(rngs, "D Q", (D, Q), dtype, D)
+        width = input_width or D
+        self.q_a_proj = weight(rngs, "D Q", (width, Q), dtype, width)
         self.q_a_layernorm = gain("Q", Q, dtype)
         self.q_b_proj = weight(rngs, "Q N UR", (Q, N, U + R), dtype, Q)
-        self.kv_a_proj_with_mqa = weight(rngs, "D CR", (D, C + R), dtype, D)
+        self.kv_a_proj_with_mqa = weight(rngs, "D CR", (width, C + R), dtype, width)
         self.kv_a_layernorm = gain("C", C, dtype)
         self.kv_b_proj_k = weight(rngs, "N U C", (N, U, C), dtype, C)
         self.kv_b_proj_v = weight(rngs, "N C H", (N, C, H), dtype, C)
@@ -93,7 +93,8 @@ def attend_naive(
 ) -> Float[Array, "B T N H"]:
     """Attention over expanded keys and values; `visible` [B, T, S] says who sees what."""
     k, v = _expand(attn, cfg, rows.astype(queries.q_nope.dtype))
-    scores_f32 = _scores(_heads_first(queries), k, cfg.softmax_scale)
+    q = _heads_first(queries)
+    scores_f32 = jnp.matmul(q, k, preferred_element_type=jnp.float32) * cfg.softmax_scale
     weights_f32 = jax.nn.softmax(jnp.where(visible[:, None], scores_f32, -jnp.inf), axis=-1)
     out_f32 = jnp.matmul(weights_f32.astype(v.dtype), v, preferred_element_type=jnp.float32)
     return out_f32.astype(v.dtype).swapaxes(1, 2)
@@ -106,43 +107,23 @@ def attend_naive_blocked(
     cache: Float[Array, "BS CR"],
     positions: Int[Array, "B T"],
 ) -> Float[Array, "B T N H"]:
-    """`attend_naive` over cache slots 0..position, a block of keys at a time.
+    """`attend_naive` over cache slots 0..position, a block of keys expanded at a time."""
+    B = queries.q_nope.shape[0]
+    slots_of_rows = cache.reshape(B, -1, cache.shape[1])
 
-    Online softmax (arXiv 2205.14135, algorithm 1). The loop ends at the last block any query sees,
-    so the cost follows the context, not the capacity.
-    """
-    B, T, N, _ = queries.q_nope.shape
-    S, H = cache.shape[0] // B, cfg.v_head_dim
-    slots_of_rows = cache.reshape(B, S, -1)
-    block = min(KEY_BLOCK, S)
-    if S % block:
-        raise ValueError(f"a cache of {S} slots is not a multiple of the key block {block}")
-    q = _heads_first(queries)
+    def keys_values(first: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+        rows = jax.lax.dynamic_slice_in_dim(slots_of_rows, first, count, axis=1)
+        return _expand(attn, cfg, rows.astype(queries.q_nope.dtype))
 
-    def attend_block(i: jax.Array, carry: tuple) -> tuple:
-        out_f32, total_f32, largest_f32 = carry
-        rows = jax.lax.dynamic_slice_in_dim(slots_of_rows, i * block, block, axis=1)
-        k, v = _expand(attn, cfg, rows.astype(q.dtype))
-        scores_f32 = _scores(q, k, cfg.softmax_scale)
-        slots = i * block + jnp.arange(block, dtype=positions.dtype)
-        seen = slots <= positions[:, None, :, None]
-        scores_f32 = jnp.where(seen, scores_f32, -jnp.inf)
-        new_largest = jnp.maximum(largest_f32, jnp.max(scores_f32, axis=-1, keepdims=True))
-        weights_f32 = jnp.exp(scores_f32 - new_largest)
-        shrink = jnp.exp(largest_f32 - new_largest)
-        update = jnp.matmul(weights_f32.astype(v.dtype), v, preferred_element_type=jnp.float32)
-        total_f32 = total_f32 * shrink + jnp.sum(weights_f32, axis=-1, keepdims=True)
-        return out_f32 * shrink + update, total_f32, new_largest
-
-    start = (
-        jnp.zeros((B, N, T, H), jnp.float32),
-        jnp.zeros((B, N, T, 1), jnp.float32),
-        # Finite, so that a block no query sees shrinks by exp(0) and not by exp(nan).
-        jnp.full((B, N, T, 1), -1e30, jnp.float32),
+    out = attend_blocked(
+        _heads_first(queries),
+        keys_values,
+        positions,
+        num_slots=slots_of_rows.shape[1],
+        value_width=cfg.v_head_dim,
+        scale=cfg.softmax_scale,
     )
-    num_blocks = jnp.max(positions) // block + 1
-    out_f32, total_f32, _ = jax.lax.fori_loop(0, num_blocks, attend_block, start)
-    return (out_f32 / total_f32).astype(q.dtype).swapaxes(1, 2)
+    return out.swapaxes(1, 2)
 
 
 def attention_layer(
@@ -184,8 +165,7 @@ def _per_head(x: Float[Array, "B T N X"], w: Float[Array, "N X Y"]) -> Float[Arr
 
 
 def _heads_first(queries: Projected) -> Float[Array, "B N T UR"]:
-    """Both parts of the queries, heads before tokens: products then run as one batch of matrices,
-    which XLA:CPU needs to be fast."""
+    """Both parts of the queries, heads before tokens."""
     return jnp.concatenate([queries.q_nope, queries.q_rope], axis=-1).swapaxes(1, 2)
 
 
@@ -203,6 +183,3 @@ def _expand(
     k_rope = jnp.broadcast_to(k_rope.swapaxes(1, 2)[:, None], shared)
     return jnp.concatenate([k_nope.astype(rows.dtype), k_rope], axis=2), v.astype(rows.dtype)
 
-
-def _scores(q: jax.Array, k: jax.Array, scale: float) -> Float[Array, "B N T S"]:
-    return jnp.matmul(q, k, preferred_element_type=jnp.float32) * scale

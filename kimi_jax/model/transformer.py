@@ -96,7 +96,7 @@ def forward(
                 f"layer, {cfg.num_hidden_layers} follows the last"
             )
     # The embedding may be stored narrower than the model computes.
-    x = embed(model, tokens, rules).astype(model.norm[...].dtype)
+    x = embed(model.embed_tokens[...], tokens, rules).astype(model.norm[...].dtype)
     angles = rope.cos_sin(positions, cfg.rope, cfg.qk_rope_head_dim)
 
     def run_block(block: Block, x: jax.Array, layer_cache: jax.Array | None):
@@ -133,20 +133,32 @@ def forward(
     )
 
 
-def embed(model: Kimi, tokens: Int[Array, "B T"], rules: Rules) -> Float[Array, "B T D"]:
+def embed(
+    table: Float[Array, "V D"], tokens: Int[Array, "B T"], rules: Rules
+) -> Float[Array, "B T D"]:
     """The tokens' embedding rows; each device looks up the part of the vocabulary it holds."""
-    table = model.embed_tokens[...]
     if not rules.mesh_axes("V"):
-        return table[tokens]
+        return _take_rows(table, tokens)
     local = tokens - rules.shard_index("V") * table.shape[0]
     held = (local >= 0) & (local < table.shape[0])
-    rows = table[jnp.where(held, local, 0)]
+    rows = _take_rows(table, jnp.where(held, local, 0))
     return rules.sum(jnp.where(held[..., None], rows, jnp.zeros_like(rows)), "V")
+
+
+def _take_rows(table: Float[Array, "V D"], at: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    """table[at]. XLA:CPU has no bfloat16 gather and would widen the whole table: take its bits."""
+    if table.dtype != jnp.bfloat16:
+        return table[at]
+    return jax.lax.bitcast_convert_type(table.view(jnp.uint16)[at], jnp.bfloat16)
 
 
 def logits(model: Kimi, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
     """Final norm and head, in float32, over this device's part of the vocabulary."""
     with jax.named_scope("head"):
         h = rms_norm(hidden, model.norm[...], model.cfg.rms_norm_eps)
-        head = model.embed_tokens[...].T if model.cfg.tie_word_embeddings else model.lm_head[...]
-        return jnp.matmul(h, head.astype(h.dtype), preferred_element_type=jnp.float32)
+        return jnp.matmul(h, head(model).astype(h.dtype), preferred_element_type=jnp.float32)
+
+
+def head(model: Kimi) -> Float[Array, "D V"]:
+    """The output matrix: its own, or the embedding's transpose where they are tied."""
+    return model.embed_tokens[...].T if model.cfg.tie_word_embeddings else model.lm_head[...]

@@ -28,6 +28,10 @@ MAX_BLOCK_TOKENS = 64
 """Tokens a row can gain in one call of `decode`; the size of what is read back."""
 
 
+MAX_DRAFT_TOKENS = 8
+"""Most tokens a drafter may propose in a cycle; the size of the counts by depth."""
+
+
 class Finish(enum.IntEnum):
     """Why a row ended."""
 
@@ -77,6 +81,10 @@ class DecodeState:
     """Lengths when the current block began."""
     cycles: Int32[Array, " B"]
     """Steps each row was live in."""
+    drafted: Int32[Array, " B"]
+    """Tokens proposed to each row."""
+    accepted: Int32[Array, "B depth"]
+    """Of these, the ones a row kept, by their place in the proposal."""
     drafter: Any = None
     """A speculative step's own state."""
 
@@ -98,7 +106,9 @@ class Block(NamedTuple):
     """Tokens of `tokens` that are real."""
     reasons: Int32[Array, " B"]
     cycles: Int32[Array, " B"]
-    """Steps since the state was made."""
+    """Steps since the state was made; so are the next two."""
+    drafted: Int32[Array, " B"]
+    accepted: Int32[Array, "B depth"]
     log: TokenLog
 
 
@@ -127,11 +137,14 @@ def autoregressive_step(graph: nnx.GraphDef, rules: Rules = WHOLE) -> Step:
     return step
 
 
-def append(state: DecodeState, chosen: Choice, counts: Int32[Array, " B"]) -> DecodeState:
+def append(
+    state: DecodeState, chosen: Choice, counts: Int32[Array, " B"], *, num_drafted: int = 0
+) -> DecodeState:
     """The state after each live row's first `counts` chosen tokens, cut at its stop or limit.
 
     `chosen` has fields [B, T, ...]. A stop token is kept as the row's last; where one call reaches
-    both a stop and the limit, whichever comes first decides, and the stop wins a tie.
+    both a stop and the limit, whichever comes first decides, and the stop wins a tie. Of a cycle
+    that drafted, all counted tokens but the last were proposed; those kept count as accepted.
     """
     new = chosen.token
     T = new.shape[1]
@@ -158,6 +171,8 @@ def append(state: DecodeState, chosen: Choice, counts: Int32[Array, " B"]) -> De
             top_logprobs=put(state.log.top_logprobs, chosen.top_logprobs, start),
         )
 
+    depth = jnp.arange(MAX_DRAFT_TOKENS, dtype=jnp.int32)
+    is_accepted = depth < jnp.minimum(counts - 1, taken)[:, None]
     asked = jnp.any(state.sampling.num_logprobs >= 0)
     return replace(
         state,
@@ -165,6 +180,8 @@ def append(state: DecodeState, chosen: Choice, counts: Int32[Array, " B"]) -> De
         lengths=lengths,
         reasons=jnp.where(state.live, reason, state.reasons).astype(jnp.int32),
         cycles=state.cycles + state.live.astype(jnp.int32),
+        drafted=state.drafted + num_drafted * state.live.astype(jnp.int32),
+        accepted=state.accepted + is_accepted.astype(jnp.int32),
         log=jax.lax.cond(asked, log_all, lambda: state.log),
     )
 
@@ -206,6 +223,8 @@ def decode(
         counts=state.lengths - state.block_start,
         reasons=state.reasons,
         cycles=state.cycles,
+        drafted=state.drafted,
+        accepted=state.accepted,
         log=state.log,
     )
     return state, block

@@ -24,6 +24,7 @@ from kimi_jax.model.cache import LatentCache
 from kimi_jax.runtime import decode as decoding
 from kimi_jax.runtime.decode import (
     MAX_BLOCK_TOKENS,
+    MAX_DRAFT_TOKENS,
     Block,
     Chunk,
     DecodeState,
@@ -49,32 +50,70 @@ to the weights. Longer ones begin here, and their cache grows as they do."""
 
 
 @runtime_checkable
-class Drafter(Protocol):
-    """What speculation adds to the engine: a step of its own, and state beside the target's."""
+class Controller(Protocol):
+    """Chooses how many tokens to draft, a block at a time, for one batch of requests."""
+
+    def choose(self, lengths: Sequence[int]) -> int:
+        """Tokens to draft in each cycle of the next block; `lengths` are those of live rows."""
+        ...
+
+    def observe(self, num_draft_tokens: int, cycles: int, tokens: int, seconds: float) -> None:
+        """What a block took: its cycles, and the tokens its rows gained a cycle's row."""
+        ...
+
+
+@runtime_checkable
+class BoundDrafter(Protocol):
+    """A drafter made ready for one target on one mesh: speculative steps, and their own state."""
 
     taps: tuple[int, ...]
     """Target streams its prefill reads."""
-    max_tokens_per_cycle: int
+    num_draft_tokens: tuple[int, ...]
+    """What a controller may choose from; a program is compiled for each."""
     weights: Any
-
-    def make_step(self, graph: nnx.GraphDef, rules: Rules) -> Step:
-        """The speculative step; its weights are (target weights, `weights`)."""
-        ...
+    """Placed on the mesh by `pspecs`."""
 
     def pspecs(self, rules: Rules) -> Any:
         """Placement of `weights`, in their structure."""
+        ...
+
+    def make_step(self, graph: nnx.GraphDef, rules: Rules, num_draft_tokens: int) -> Step:
+        """A speculative step; its weights are (target weights, `weights`)."""
         ...
 
     def init_state(self, batch: int, capacity: int) -> Any:
         """The value of `DecodeState.drafter` before the prompt."""
         ...
 
+    def state_pspecs(self, rules: Rules) -> Any:
+        """Placement of the drafter's state, in its structure."""
+        ...
+
     def grow(self, drafter_state: Any, batch: int, capacity: int) -> Any:
         """The drafter's state with room for `capacity` slots a row."""
         ...
 
-    def prefill(self, weights: Any, drafter_state: Any, chunk: Chunk) -> Any:
-        """The drafter's state with one prompt chunk taken in."""
+    def prefill(
+        self, weights: Any, drafter_state: Any, chunk: Chunk, graph: nnx.GraphDef, rules: Rules
+    ) -> Any:
+        """The drafter's state with one prompt chunk taken in; weights as the step's."""
+        ...
+
+    def controller(self) -> Controller:
+        """A fresh one for a batch of requests."""
+        ...
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """What speculation adds to an `LLM`."""
+
+    def bind(self, cfg: ModelConfig, mesh: Mesh, dtype: jnp.dtype) -> BoundDrafter:
+        """Itself for this target, its weights loaded and placed.
+
+        Raises:
+            ValueError: it was not made for this target.
+        """
         ...
 
 
@@ -105,6 +144,8 @@ class RowUpdate:
     token_ids: tuple[int, ...]
     finish: Finish
     cycles: int
+    drafted: int
+    accepted: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] | None
 
 
@@ -120,7 +161,7 @@ class Engine:
         *,
         max_length: int,
         max_batch: int,
-        drafter: Drafter | None = None,
+        drafter: BoundDrafter | None = None,
     ):
         self.cfg, self.mesh, self.rules = cfg, mesh, rules_for(mesh)
         self.max_length, self.max_batch = max_length, max_batch
@@ -129,9 +170,9 @@ class Engine:
         self._cache_dtype = jax.tree.leaves(weights["norm"])[0].dtype
         self.target_weights = weights
         self._weights = weights if drafter is None else (weights, drafter.weights)
-        self._most_per_cycle = 1 if drafter is None else drafter.max_tokens_per_cycle
+        self.num_draft_tokens = (0,) if drafter is None else drafter.num_draft_tokens
         # A cycle writes cache rows for all its tokens before it knows how many it keeps.
-        self._slack = self._most_per_cycle - 1
+        self._slack = max(self.num_draft_tokens)
         self.capacities = ladder(CAPACITY_UNIT, CAPACITY_GROWTH, max_length + self._slack)
         self.batch_sizes = ladder(1, 2, max_batch)
         self._everywhere = NamedSharding(mesh, PartitionSpec())
@@ -143,11 +184,6 @@ class Engine:
 
     def _build_programs(self) -> None:
         graph, rules, drafter = self.graph, self.rules, self.drafter
-        step = (
-            decoding.autoregressive_step(graph, rules)
-            if drafter is None
-            else drafter.make_step(graph, rules)
-        )
         whole = PartitionSpec()
         target_specs = weight_pspecs(self.target_weights, rules)
         all_specs = target_specs if drafter is None else (target_specs, drafter.pspecs(rules))
@@ -165,17 +201,29 @@ class Engine:
                     graph, target, state, start, size=size, taps=taps, rules=rules
                 )
                 if drafter is not None:
-                    own = drafter.prefill(weights, state.drafter, chunk)
+                    own = drafter.prefill(weights, state.drafter, chunk, graph, rules)
                     state = replace(state, drafter=own)
                 return state
 
             specs = self._state_pspecs(state)
             return self._over_mesh(local, (all_specs, specs, whole), specs)(weights, state, start)
 
-        def decode(weights, state: DecodeState, num_cycles: jax.Array, cancelled: jax.Array):
+        def decode(
+            weights,
+            state: DecodeState,
+            num_cycles: jax.Array,
+            cancelled: jax.Array,
+            *,
+            num_draft_tokens: int,
+        ):
+            step = (
+                decoding.autoregressive_step(graph, rules)
+                if drafter is None
+                else drafter.make_step(graph, rules, num_draft_tokens)
+            )
             specs = self._state_pspecs(state)
             run = functools.partial(
-                decoding.decode, step, max_tokens_per_cycle=self._most_per_cycle
+                decoding.decode, step, max_tokens_per_cycle=num_draft_tokens + 1
             )
             run = self._over_mesh(run, (all_specs, specs, whole, whole), (specs, whole))
             return run(weights, state, num_cycles, cancelled)
@@ -215,7 +263,9 @@ class Engine:
         self._grow = jax.jit(grow, static_argnames="capacity")
         self._allocate = jax.jit(allocate, static_argnums=(0, 1), out_shardings=self._everywhere)
         self._prefill = jax.jit(prefill, static_argnames="size", donate_argnames="state")
-        self._decode = jax.jit(decode, donate_argnames="state")
+        self._decode = jax.jit(
+            decode, donate_argnames="state", static_argnames="num_draft_tokens"
+        )
         self._logits = jax.jit(logits, donate_argnames="cache")
 
     def _over_mesh(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
@@ -227,9 +277,11 @@ class Engine:
         )
 
     def _state_pspecs(self, state: DecodeState) -> DecodeState:
-        """The state is whole on every device, but for the logit bias, cut like the logits."""
+        """The state is whole on every device, but for the logit bias, cut like the logits, and
+        what the drafter cuts of its own."""
         specs = jax.tree.map(lambda _: PartitionSpec(), state)
-        return replace(specs, sampling=self._sampling_pspecs(specs.sampling))
+        own = None if self.drafter is None else self.drafter.state_pspecs(self.rules)
+        return replace(specs, sampling=self._sampling_pspecs(specs.sampling), drafter=own)
 
     def _sampling_pspecs(self, specs: SamplingState) -> SamplingState:
         return replace(specs, logit_bias=self.rules.pspec("B V"))
@@ -280,6 +332,8 @@ class Engine:
             reasons=reasons,
             block_start=lengths.copy(),
             cycles=np.zeros((B,), np.int32),
+            drafted=np.zeros((B,), np.int32),
+            accepted=np.zeros((B, MAX_DRAFT_TOKENS), np.int32),
         )
         state = DecodeState(
             **jax.device_put(rows, self._everywhere),
@@ -319,11 +373,17 @@ class Engine:
         return state
 
     def decode(
-        self, state: DecodeState, num_cycles: int, cancelled: np.ndarray
+        self, state: DecodeState, num_cycles: int, cancelled: np.ndarray, num_draft_tokens: int = 0
     ) -> tuple[DecodeState, Block]:
-        """One block: up to `num_cycles` cycles of the step."""
-        self._enter("decode", *state.tokens.shape)
-        return self._decode(self._weights, state, np.int32(num_cycles), cancelled)
+        """One block: up to `num_cycles` cycles that draft so many tokens each."""
+        self._enter("decode", *state.tokens.shape, num_draft_tokens)
+        return self._decode(
+            self._weights,
+            state,
+            np.int32(num_cycles),
+            cancelled,
+            num_draft_tokens=num_draft_tokens,
+        )
 
     def logits(self, prompt: Sequence[int]) -> Iterator[jax.Array]:
         """Float32 logits [T, V] of the prompt's tokens, chunk by chunk."""
@@ -349,8 +409,10 @@ class Engine:
                 for size in PREFILL_SIZES:
                     self._enter("prefill", B, S, size)
                     state = self._prefill(self._weights, state, np.int32(0), size=size)
-                state, block = self.decode(state, 1, np.zeros((B,), np.bool_))
-                jax.device_get(block)
+                for num_draft_tokens in self.num_draft_tokens:
+                    nobody = np.zeros((B,), np.bool_)
+                    state, block = self.decode(state, 1, nobody, num_draft_tokens)
+                    jax.device_get(block)
                 for larger in [c for c in self.capacities if c > S >= GROW_FROM][:1]:
                     self._enter("grow", B, S, larger)
                     self._grow(state, capacity=larger)
@@ -398,17 +460,26 @@ class Run:
         running = set(range(len(requests)))
         lengths = [len(r.prompt) for r in requests]
         num_cycles = 1 if self._is_streaming else MAX_BLOCK_TOKENS
+        controller = None if engine.drafter is None else engine.drafter.controller()
+        cycles = 0
         while running - self._cancelled:
             began = time.perf_counter()
             cancelled = np.zeros(state.lengths.shape, np.bool_)
             cancelled[list(self._cancelled)] = True
             state = engine.fit(state, requests, lengths)
-            state, block = engine.decode(state, num_cycles, cancelled)
+            num_drafts = 0
+            if controller is not None:
+                num_drafts = controller.choose([lengths[row] for row in running])
+            state, block = engine.decode(state, num_cycles, cancelled, num_drafts)
             updates = _row_updates(requests, block, running)
             for update in updates:
                 lengths[update.row] += len(update.token_ids)
             seconds = time.perf_counter() - began
             self.decode_seconds += seconds
+            if controller is not None:
+                before, cycles = cycles, max(update.cycles for update in updates)
+                most = max(len(update.token_ids) for update in updates)
+                controller.observe(num_drafts, cycles - before, most, seconds)
             running -= {u.row for u in updates if u.finish != Finish.RUNNING}
             yield updates
             # Text should flow: blocks grow until one takes as long as a reader notices.
@@ -447,6 +518,8 @@ def _row_updates(requests: Sequence[Request], block: Block, running: set[int]) -
                 token_ids=ids,
                 finish=Finish(int(small.reasons[row])),
                 cycles=int(small.cycles[row]),
+                drafted=int(small.drafted[row]),
+                accepted=tuple(small.accepted[row].tolist()),
                 logprobs=logprobs,
             )
         )

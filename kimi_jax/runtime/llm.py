@@ -104,7 +104,7 @@ class LLM:
         if max_batch < 1:
             raise ValueError(f"max_batch is {max_batch}, expected at least 1")
         if drafter is not None and not isinstance(drafter, Drafter):
-            raise ValueError(f"drafter is {drafter!r}, which makes no step (see `engine.Drafter`)")
+            raise ValueError(f"drafter is {drafter!r}, which has no bind (see `engine.Drafter`)")
         # Everything the small files can tell comes first: from the hub, weights take hours.
         folder = resolve(path_or_id, revision=revision, patterns=SMALL_FILES)
         cfg = ModelConfig.from_folder(folder)
@@ -135,6 +135,8 @@ class LLM:
         self.cfg = cfg = plan.cfg
         # Again, since only the files tell whether the experts are INT4.
         check_sizes(cfg, self.mesh)
+        # Before the target's weights: a drafter that does not fit is found out at once.
+        bound = None if drafter is None else drafter.bind(cfg, self.mesh, DTYPES[self.dtype])
         abstract = nnx.eval_shape(lambda: Kimi(cfg, dtype=DTYPES[self.dtype], rngs=nnx.Rngs(0)))
         graph, state = nnx.split(abstract)
         rules = rules_for(self.mesh)
@@ -159,7 +161,7 @@ class LLM:
             self.mesh,
             max_length=self.max_length,
             max_batch=max_batch,
-            drafter=drafter,
+            drafter=bound,
         )
 
     @property
@@ -360,6 +362,8 @@ class LLM:
         """Runs a batch, feeding every row's collector; yields each row's new piece."""
         compiles = num_compiles()
         run = self.engine.run([reply.request for reply in replies], is_streaming=is_streaming)
+        for reply in replies:
+            reply.is_speculating = self.engine.drafter is not None
         for updates in run:
             pieces = [Piece()] * len(replies)
             for update in updates:

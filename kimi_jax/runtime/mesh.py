@@ -21,6 +21,8 @@ RULES = Rules.of(
         "N": ("expert", "tensor"),
         "V": ("expert", "tensor"),
         "F": ("expert", "tensor"),
+        "P": ("expert", "tensor"),
+        "W": ("expert", "tensor"),
         "E": ("expert",),
     }
 )

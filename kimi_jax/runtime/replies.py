@@ -49,6 +49,36 @@ class Timings:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Speculation:
+    """What drafting did for one request.
+
+    `drafted` counts proposed tokens, `accepted_by_depth[k]` those kept of the ones proposed in
+    place k. Tokens proposed past the end of the reply are drafted and not accepted. A stop string
+    ends a row at its block's end, so tokens past the cut may be among them.
+    """
+
+    cycles: int
+    drafted: int
+    accepted_by_depth: tuple[int, ...]
+    emitted: int
+
+    @property
+    def accepted(self) -> int:
+        """Proposed tokens that were kept."""
+        return sum(self.accepted_by_depth)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted over drafted; 0 if nothing was drafted."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def tokens_per_cycle(self) -> float:
+        """Mean emitted tokens of a cycle, the target's own included (the "accept length")."""
+        return self.emitted / self.cycles if self.cycles else 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
     """One finished request.
 
@@ -56,7 +86,7 @@ class Result:
     `token_ids` are the tokens emitted, the ending one included. `reasoning`, `tool_calls` and
     `malformed_calls` (cut off, or not a JSON object) are filled by `chat`, whose `text` is the
     reply's content alone. `finish_reason` is "stop" (a stop token or string) or "length"
-    (`max_new_tokens`, or the context is full).
+    (`max_new_tokens`, or the context is full). `speculation` is None without a drafter.
     """
 
     text: str
@@ -68,6 +98,7 @@ class Result:
     tool_calls: tuple[ToolCall, ...] = ()
     malformed_calls: tuple[MalformedCall, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    speculation: Speculation | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,12 +119,14 @@ class Collector(abc.ABC):
 
     def __init__(self, request: Request):
         self.request = request
+        self.is_speculating = False
         self.finish = Finish.RUNNING
         self.prefill_seconds = self.decode_seconds = 0.0
         self.compiles = 0
         self._ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
-        self._cycles = 0
+        self._cycles = self._drafted = self._emitted = 0
+        self._accepted: tuple[int, ...] = ()
 
     def feed(self, update: RowUpdate) -> Piece:
         """Takes a block's update; after the end, nothing."""
@@ -102,7 +135,12 @@ class Collector(abc.ABC):
         before = len(self._ids)
         self._ids += update.token_ids
         self._logprobs += update.logprobs or ()
-        self._cycles = update.cycles
+        self._cycles, self._drafted, self._accepted = (
+            update.cycles,
+            update.drafted,
+            update.accepted,
+        )
+        self._emitted += len(update.token_ids)
         self.finish = update.finish
         # A token that ended the row is not part of its text.
         ended = update.finish == Finish.STOP and bool(update.token_ids)
@@ -127,8 +165,17 @@ class Collector(abc.ABC):
                 cycles=self._cycles,
                 compiles=self.compiles,
             ),
+            speculation=self._speculation() if self.is_speculating else None,
             logprobs=None if self.request.params.logprobs is None else tuple(self._logprobs),
             **self._content(),
+        )
+
+    def _speculation(self) -> Speculation:
+        return Speculation(
+            cycles=self._cycles,
+            drafted=self._drafted,
+            accepted_by_depth=self._accepted,
+            emitted=self._emitted,
         )
 
     @abc.abstractmethod

@@ -311,9 +311,19 @@ def choose_tokens(
     def greedy() -> Int32[Array, "B"]:
         return argmax_tokens(edited, axis)
 
-    B = lengths.shape[0]
     with jax.named_scope("choose"):
         token = lax.cond(jnp.any(sampling.temperature > 0), sampled, greedy)
+    return describe_tokens(logits_f32, token, sampling, axis)
+
+
+def describe_tokens(
+    logits_f32: Float32[Array, "B V"],
+    token: Int32[Array, "B"],
+    sampling: SamplingState,
+    axis: Axis = None,
+) -> Choice:
+    """The choice of these tokens, with the log-probabilities asked for."""
+    B = token.shape[0]
 
     def asked() -> tuple[Array, Array, Array]:
         return _logprobs(logits_f32, token, sampling.num_logprobs >= 0, axis)
@@ -424,14 +434,15 @@ def sample_tokens(
     *,
     sampling: SamplingState,
     positions: Int32[Array, "B"],
+    use: int = 0,
 ) -> Int32[Array, "B"]:
-    """A draw from the softmax of each row, fixed by the row's seed and the token's position.
+    """A draw from the softmax of each row, fixed by the row's seed, the token's position and `use`.
 
     Gumbel-max: the argmax of logits plus independent -log(-log(uniform)).
     """
     V = filtered_f32.shape[1]
     with jax.named_scope("sample"):
-        keys = position_keys(sampling, positions)
+        keys = position_keys(sampling, positions, use)
         bits = jax.vmap(lambda key: jax.random.bits(key, (V,), jnp.uint32))(keys)
         # With 32 bits and the fine end of the floats where the largest noise is made, tokens keep
         # their probability down to 2^-32; the usual 23-bit uniform ends at 2^-23. Kept under 1,
@@ -441,11 +452,14 @@ def sample_tokens(
         return argmax_tokens(filtered_f32 + noise)
 
 
-def position_keys(sampling: SamplingState, positions: Int32[Array, "B"]) -> Key[Array, "B"]:
-    """The PRNG key of each row's token at a position; `fold_in` it once more for other draws."""
+def position_keys(
+    sampling: SamplingState, positions: Int32[Array, "B"], use: int = 0
+) -> Key[Array, "B"]:
+    """The PRNG key of each row's token at a position; `use` tells draws at one position apart."""
 
     def one(seed: UInt32[Array, "2"], position: Int32[Array, ""]) -> Key[Array, ""]:
-        return jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), position)
+        key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), position)
+        return jax.random.fold_in(key, use) if use else key
 
     return jax.vmap(one)(sampling.seed, positions)
 

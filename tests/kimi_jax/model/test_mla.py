@@ -10,7 +10,7 @@ import pytest
 
 from kimi_jax.axes import WHOLE
 from kimi_jax.config import ModelConfig, RopeConfig
-from kimi_jax.model import mla, rope
+from kimi_jax.model import attention, mla, rope
 from kimi_jax.model.cache import LatentCache, write_rows
 from kimi_jax.model.mla import Attention, attention_layer
 
@@ -23,7 +23,7 @@ TOLERANCE = 1e-5
 def small_key_blocks():
     """Blocks of 8 keys, so that a few dozen slots are several blocks."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mla, "KEY_BLOCK", 8)
+        patch.setattr(attention, "KEY_BLOCK", 8)
         yield
 
 

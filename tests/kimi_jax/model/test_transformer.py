@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from kimi_jax.model import mla
+from kimi_jax.model import attention
 from kimi_jax.model.cache import LatentCache
 from kimi_jax.model.layers import weight
 from kimi_jax.model.transformer import Kimi, forward, logits
@@ -24,7 +24,7 @@ TOKENS = tuple(np.random.default_rng(11).integers(0, 64, 40).tolist())  # past t
 def small_key_blocks():
     """Blocks of 8 keys, so that 40 slots are several blocks."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mla, "KEY_BLOCK", 8)
+        patch.setattr(attention, "KEY_BLOCK", 8)
         yield
 
 

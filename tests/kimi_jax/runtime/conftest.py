@@ -1,7 +1,7 @@
 """Tiny random checkpoints and the LLMs tests share: compiling takes longer than all they run.
 
 Two layers, one of them with INT4 experts; 256 byte tokens, of which 0..94 are printable, and 256
-control tokens. The shared LLM has one capacity (512 slots) and chunks of 16, 64 and 256.
+control tokens. The shared LLM has one capacity (512 slots) and chunks of 16, 128 and 512.
 """
 
 import contextlib

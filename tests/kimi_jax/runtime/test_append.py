@@ -8,6 +8,7 @@ import pytest
 from kimi_jax.model.cache import LatentCache
 from kimi_jax.runtime.decode import (
     MAX_BLOCK_TOKENS,
+    MAX_DRAFT_TOKENS,
     DecodeState,
     Finish,
     TokenLog,
@@ -45,6 +46,8 @@ def state_of(limits, lengths=None, stop_ids=None, reasons=None, logprobs=0) -> D
         log=TokenLog.empty(B),
         block_start=jnp.asarray(lengths, int32),
         cycles=jnp.zeros((B,), int32),
+        drafted=jnp.zeros((B,), int32),
+        accepted=jnp.zeros((B, MAX_DRAFT_TOKENS), int32),
     )
 
 

@@ -25,14 +25,32 @@ MAX_LENGTH = 254
 DRAFTED = 3
 
 
+class Fixed:
+    """Drafts as many tokens in every block."""
+
+    def choose(self, lengths):
+        return DRAFTED - 1
+
+    def observe(self, num_draft_tokens, cycles, tokens, seconds):
+        assert num_draft_tokens == DRAFTED - 1
+        assert tokens <= cycles * DRAFTED
+
+
 class Replay:
     """A perfect drafter; its state records what its prefill was given."""
 
     taps = (0, 2)
-    max_tokens_per_cycle = DRAFTED
+    num_draft_tokens = (DRAFTED - 1,)
     weights: Any = ()
 
-    def make_step(self, graph, rules):
+    def bind(self, cfg, mesh, dtype):
+        return self
+
+    def controller(self):
+        return Fixed()
+
+    def make_step(self, graph, rules, num_draft_tokens):
+        assert num_draft_tokens == DRAFTED - 1
         plain = autoregressive_step(graph, rules)
 
         def step(weights, state):
@@ -60,7 +78,8 @@ class Replay:
             chosen = jax.tree.map(lambda x: x.reshape(B, DRAFTED, *x.shape[1:]), flat)
             row = jnp.arange(B, dtype=jnp.int32)
             counts = 1 + (state.cycles + row) % DRAFTED
-            return append(replace(state, cache=ahead.cache), chosen, counts)
+            state = replace(state, cache=ahead.cache)
+            return append(state, chosen, counts, num_drafted=DRAFTED - 1)
 
         return step
 
@@ -73,10 +92,14 @@ class Replay:
             "taps": jnp.zeros((batch, capacity, 2, 64)),
         }
 
+    def state_pspecs(self, rules):
+        whole = rules.pspec("")
+        return {"next_tokens": whole, "taps": whole}
+
     def grow(self, drafter_state, batch, capacity):
         raise AssertionError("no request of these tests outgrows its first capacity")
 
-    def prefill(self, weights, drafter_state, chunk):
+    def prefill(self, weights, drafter_state, chunk, graph, rules):
         start = chunk.positions[0, 0]
 
         def put(buffer, new):
@@ -137,7 +160,13 @@ def test_greedy_replies_are_those_of_plain_decoding(same, ids, on):
     for row, result in enumerate(results):
         # One, two, three tokens a cycle in turn, from the row's own place in the turn.
         lengths = np.cumsum([1 + (cycle + row) % DRAFTED for cycle in range(100)])
-        assert result.timings.cycles == np.argmax(lengths >= 100) + 1
+        cycles = np.argmax(lengths >= 100) + 1
+        assert result.timings.cycles == cycles
+        told = result.speculation
+        assert (told.cycles, told.drafted, told.emitted) == (cycles, 2 * cycles, 100)
+        # A cycle cut by the limit keeps drafts, and loses the token after them.
+        assert 100 - cycles <= told.accepted <= 100
+        assert told.accepted_by_depth[2:] == (0,) * 6
 
 
 @pytest.mark.parametrize("new", [1, 2, 3, 4, 5, 63, 64, 65])
@@ -207,7 +236,7 @@ def test_its_prefill_sees_every_prompt_token_once(drafted, folder, ids, on):
     engine = drafted.engine
     prompts = [ids(81, 1), ids(65, 2), ids(3, 3), ids(1)]
     requests = drafted._requests(prompts, on())
-    state = engine.prefill(engine.new_state(requests), 80)  # chunks of 64 and 16
+    state = engine.prefill(engine.new_state(requests), 80)  # chunks of 16
     own = jax.tree.map(np.asarray, state.drafter)
     config, tensors = oracles.read_checkpoint(folder)
     for row, prompt in enumerate(prompts):

@@ -33,6 +33,8 @@ def feed(collector: Collector, ids: list[int], size: int, finish: Finish) -> lis
             token_ids=tuple(block),
             finish=finish if is_last else Finish.RUNNING,
             cycles=at + 1,
+            drafted=0,
+            accepted=(),
             logprobs=None,
         )
         pieces.append(collector.feed(update))

@@ -1,0 +1,67 @@
+"""Attention of many queries over a cache, a block of keys at a time."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+KEY_BLOCK = 256
+"""Keys a prefill chunk attends to at a time; bounds its memory whatever the context's length."""
+
+
+def attend_blocked(
+    q: Float[Array, "B N T X"],
+    keys_values: Callable[[jax.Array, int], tuple[jax.Array, jax.Array]],
+    positions: Int[Array, "B T"],
+    *,
+    num_slots: int,
+    value_width: int,
+    scale: float,
+) -> Float[Array, "B N T H"]:
+    """Attends slots 0..position of each row; softmax in float32, result in the query's dtype.
+
+    Online softmax (arXiv 2205.14135, algorithm 1). The loop ends at the last block any query sees,
+    so the cost follows the context, not the capacity.
+
+    Args:
+        q: queries, heads before tokens: products then run as one batch of matrices, which XLA:CPU
+            needs to be fast.
+        keys_values: gives keys [B, N, X, s] (each a column) and values [B, N, s, H] of `s` slots
+            from the first on.
+        positions: the last slot each query sees.
+        num_slots: slots a row has.
+        value_width: H.
+        scale: of the scores.
+
+    Raises:
+        ValueError: the slots are no multiple of `KEY_BLOCK`.
+    """
+    B, N, T, _ = q.shape
+    block = min(KEY_BLOCK, num_slots)
+    if num_slots % block:
+        raise ValueError(f"a cache of {num_slots} slots is not a multiple of the key block {block}")
+
+    def attend_block(i: jax.Array, carry: tuple) -> tuple:
+        out_f32, total_f32, largest_f32 = carry
+        k, v = keys_values(i * block, block)
+        scores_f32 = jnp.matmul(q, k, preferred_element_type=jnp.float32) * scale
+        slots = i * block + jnp.arange(block, dtype=positions.dtype)
+        seen = slots <= positions[:, None, :, None]
+        scores_f32 = jnp.where(seen, scores_f32, -jnp.inf)
+        new_largest = jnp.maximum(largest_f32, jnp.max(scores_f32, axis=-1, keepdims=True))
+        weights_f32 = jnp.exp(scores_f32 - new_largest)
+        shrink = jnp.exp(largest_f32 - new_largest)
+        update = jnp.matmul(weights_f32.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        total_f32 = total_f32 * shrink + jnp.sum(weights_f32, axis=-1, keepdims=True)
+        return out_f32 * shrink + update, total_f32, new_largest
+
+    start = (
+        jnp.zeros((B, N, T, value_width), jnp.float32),
+        jnp.zeros((B, N, T, 1), jnp.float32),
+        # Finite, so that a block no query sees shrinks by exp(0) and not by exp(nan).
+        jnp.full((B, N, T, 1), -1e30, jnp.float32),
+    )
+    num_blocks = jnp.max(positions) // block + 1
+    out_f32, total_f32, _ = jax.lax.fori_loop(0, num_blocks, attend_block, start)
+    return (out_f32 / total_f32).astype(q.dtype)
