@@ -208,7 +208,7 @@ def _quantization_dict(group_size: int, ignore: list[str]) -> dict[str, Any]:
     }
 
 
-class _Reader:
+class Reader:
     """Reads typed fields out of a dict and remembers everything that is wrong."""
 
     def __init__(self, data: dict[str, Any]):
@@ -241,6 +241,7 @@ class _Reader:
         return kind(value)
 
     def flag(self, name: str, default: bool) -> bool:
+        """A boolean field."""
         value = self.data.get(name, default)
         if not isinstance(value, bool):
             self.problems.append(f"{name} is {value!r}, expected true or false")
@@ -248,6 +249,7 @@ class _Reader:
         return value
 
     def expect(self, name: str, allowed: tuple, default: Any) -> Any:
+        """A field of which only some values are supported."""
         value = self.data.get(name, default)
         if value not in allowed:
             self.problems.append(f"{name} is {value!r}, supported: {', '.join(map(repr, allowed))}")
@@ -258,7 +260,7 @@ def _read(data: dict[str, Any]) -> ModelConfig:
     text = data.get("text_config", data)
     if not isinstance(text, dict):
         raise ConfigError(f"text_config is {type(text).__name__}, expected an object")
-    read = _Reader(text)
+    read = Reader(text)
     count = {name: read.number(name, int) for name in _COUNTS}
     if "q_lora_rank" in text and text["q_lora_rank"] is None:
         read.problems[read.problems.index("q_lora_rank is missing")] = (
@@ -293,7 +295,7 @@ def _read(data: dict[str, Any]) -> ModelConfig:
             read.problems.append("a group must hold at least 2 experts (its score sums the best 2)")
         if count["first_k_dense_replace"] > count["num_hidden_layers"]:
             read.problems.append("first_k_dense_replace is larger than num_hidden_layers")
-    rope = _read_rope(text, read)
+    rope = read_rope(text, read)
     quantization = _read_quantization(data, text, read)
     eps = read.number("rms_norm_eps", float, 1e-5, minimum=0.0)
     latent_eps = read.number("latent_norm_eps", float, 1e-6, minimum=0.0)
@@ -357,7 +359,8 @@ _COUNTS = (
 _ROPE_WITHOUT_EFFECT = {"truncate": True, "partial_rotary_factor": 1}
 
 
-def _read_rope(text: dict[str, Any], read: _Reader) -> RopeConfig:
+def read_rope(text: dict[str, Any], read: Reader) -> RopeConfig:
+    """RoPE in either published spelling; YaRN only where the type says so."""
     # transformers >= 5 writes one `rope_parameters` dict; published files have the two older keys.
     stated = {
         name: text[name]
@@ -377,8 +380,8 @@ def _read_rope(text: dict[str, Any], read: _Reader) -> RopeConfig:
     ]
     if any(theta != thetas[0] for theta in thetas):
         read.problems.append(f"rope_theta is {' and '.join(map(repr, thetas))} at once")
-    theta = _Reader({"rope_theta": thetas[0]} if thetas else {})
-    rope = _Reader(scaling)
+    theta = Reader({"rope_theta": thetas[0]} if thetas else {})
+    rope = Reader(scaling)
     base = theta.number("rope_theta", float, is_open=True)
     kind = _scaling(scaling)["rope_type"]
     if kind == "default":
@@ -424,7 +427,7 @@ def _scaling(stated: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_quantization(
-    data: dict[str, Any], text: dict[str, Any], read: _Reader
+    data: dict[str, Any], text: dict[str, Any], read: Reader
 ) -> QuantizationConfig | None:
     raw = text.get("quantization_config") or data.get("quantization_config")
     if raw is None:

@@ -6,11 +6,11 @@
 What it measures, medians over the repeats: greedy decoding of one stream (tokens/s after the
 prompt; of transformers' `generate`, the time for n tokens less the time for one), and prefill of
 512 tokens. Each side lives in a process of its own and they take turns, so that a machine whose
-speed drifts slows both; the ratio is the median of the turns' own ratios. transformers runs with its defaults (sdpa attention, all cores); INT4 experts
-are unpacked for it, since on a CPU it has no INT4 product. `mini` is a random checkpoint
-(make_random_checkpoint.py) in a temporary folder; its transformers dtype is bfloat16, the demo's
-float32. Peak memory of loading is measured in processes of their own, less what the
-imports, JAX's start and the tokenizer take.
+speed drifts slows both; the ratio is the median of the turns' own ratios. transformers runs with
+its defaults (sdpa attention, all cores); INT4 experts are unpacked for it, since on a CPU it has no
+INT4 product. `mini` is a random checkpoint (make_random_checkpoint.py) in a temporary folder; its
+transformers dtype is bfloat16, the demo's float32. Peak memory of loading is measured in processes
+of their own, less what the imports, JAX's start and the tokenizer take.
 
 Needs the extra `reference`. Prints a table, then one JSON line.
 """

@@ -3,6 +3,7 @@
     python scripts/generate.py --prompt "def fibonacci(n):"
     python scripts/generate.py --prompt "Write a merge sort." --chat --no-thinking
     python scripts/generate.py --model FOLDER_OR_HUB_ID --mesh tensor=8 --prompt "..." --quiet
+    python scripts/generate.py --model TARGET --drafter EAGLE3_DRAFTER --prompt "..."
 
 What it does: loads a checkpoint, streams the new text to stdout as it comes (after the prompt, if
 it is a completion), and ends stdout with one JSON line: the text, its token ids, how it finished,
@@ -36,12 +37,15 @@ import jax
 from kimi_jax import DEMO, LLM, Result, SamplingParams
 from kimi_jax.checkpoint.reader import CheckpointError, resolve
 from kimi_jax.runtime.conditions import conditions
+from kimi_jax.runtime.decode import MAX_DRAFT_TOKENS
 from kimi_jax.runtime.flags import set_host_device_count
 from kimi_jax.runtime.llm import DTYPES, INSTANT_SAMPLING, THINKING_SAMPLING
 from kimi_jax.runtime.mesh import MeshError, parse_mesh
 from kimi_jax.runtime.replies import Piece
 from kimi_jax.runtime.sampling import MIN_TEMPERATURE
 from kimi_jax.text.messages import ChatError, normalize_tools
+from spec import Eagle3Drafter
+from spec.drafter import DEFAULT_DRAFT_TOKENS
 
 MOST_SIMULATED_DEVICES = 64
 
@@ -66,6 +70,22 @@ def make_parser() -> argparse.ArgumentParser:
     add_chat("--no-thinking", action="store_true", help="reply without reasoning first")
     add_chat("--system", help="a system message before the prompt")
     add_chat("--tools", type=Path, metavar="FILE", help="a JSON list of tool declarations")
+    speculation = parser.add_argument_group("speculation")
+    add_speculation = speculation.add_argument
+    add_speculation(
+        "--drafter", help="an EAGLE-3 drafter's folder or hub id; default: plain decoding"
+    )
+    add_speculation(
+        "--num-draft-tokens",
+        metavar="K[,K...]",
+        help=f"tokens drafted a cycle, 0 to {MAX_DRAFT_TOKENS}; of several, blocks use the fastest "
+        f"(default: {DEFAULT_DRAFT_TOKENS})",
+    )
+    add_speculation(
+        "--sample-drafts",
+        action="store_true",
+        help="draw drafts where the reply is sampled: more are kept, the tokens differ",
+    )
     sampling = parser.add_argument_group("sampling and stopping")
     add_sampling = sampling.add_argument
     add_sampling(
@@ -110,6 +130,7 @@ class Job:
     mesh: dict[str, int] | None
     tools: list[dict[str, Any]] | None
     params: SamplingParams
+    drafter: Eagle3Drafter | None
 
 
 def check(args: argparse.Namespace) -> Job:
@@ -136,7 +157,24 @@ def check(args: argparse.Namespace) -> Job:
         mesh=None if args.mesh is None else parse_mesh(args.mesh),
         tools=None if args.tools is None else read_tools(args.tools),
         params=sampling_params(args),
+        drafter=_drafter(args),
     )
+
+
+def _drafter(args: argparse.Namespace) -> Eagle3Drafter | None:
+    if args.drafter is None:
+        given = {
+            "--num-draft-tokens": args.num_draft_tokens is not None,
+            "--sample-drafts": args.sample_drafts,
+        }
+        if names := [name for name, is_given in given.items() if is_given]:
+            raise ValueError(f"only with --drafter: {', '.join(names)}")
+        return None
+    text = args.num_draft_tokens or str(DEFAULT_DRAFT_TOKENS)
+    if not all(word.strip().isdecimal() for word in text.split(",")):
+        raise ValueError(f"--num-draft-tokens is {text!r}, expected numbers such as 3 or 0,1,3")
+    choices = tuple(int(word) for word in text.split(","))
+    return Eagle3Drafter(args.drafter, num_draft_tokens=choices, sample_drafts=args.sample_drafts)
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
@@ -213,6 +251,7 @@ def start(args: argparse.Namespace, job: Job) -> tuple[LLM, Iterator[Piece]]:
         set_host_device_count(count)
     llm = LLM(
         job.model,
+        drafter=job.drafter,
         mesh=job.mesh,
         max_length=args.max_length,
         max_batch=1,
@@ -264,9 +303,12 @@ def report(args: argparse.Namespace, job: Job, llm: LLM, result: Result) -> dict
         "finish_reason": result.finish_reason,
         **dataclasses.asdict(result.usage),
         **dataclasses.asdict(result.timings),
+        "speculation": _speculation(result),
         "load_seconds": llm.load_seconds,
         "conditions": conditions(
             model=args.model,
+            drafter=args.drafter,
+            num_draft_tokens=None if job.drafter is None else job.drafter.num_draft_tokens,
             dtype=llm.dtype,
             mesh=dict(llm.mesh.shape),
             max_length=llm.max_length,
@@ -277,6 +319,17 @@ def report(args: argparse.Namespace, job: Job, llm: LLM, result: Result) -> dict
             seed=sampling.pop("seed"),
             sampling=sampling,
         ),
+    }
+
+
+def _speculation(result: Result) -> dict[str, Any] | None:
+    told = result.speculation
+    if told is None:
+        return None
+    return dataclasses.asdict(told) | {
+        "accepted": told.accepted,
+        "acceptance_rate": told.acceptance_rate,
+        "tokens_per_cycle": told.tokens_per_cycle,
     }
 
 

@@ -24,7 +24,7 @@ BLOCK_ROWS = 32
 """Rows of a sorted block: rows a group's last block has too many are wasted."""
 
 PIECE_BYTES = 256 * 1024
-"""Float32 weights dequantised at a time for few tokens: what a core's own cache holds."""
+"""Float32 weights dequantised at a time for one token: what a core's own cache holds."""
 
 ExpertWeight = Float[Array, "E in out"] | Int4Weight
 
@@ -95,9 +95,23 @@ def _planes(
     return _Planes(tuple(plane(q) for q in nibble_planes(packed)))
 
 
-def expert_product(
-    x: Float[Array, "T in"], weight: ExpertWeight, expert: Int[Array, ""]
-) -> Float[Array, "T out"]:
+def _gated(gate_f32: jax.Array, up_f32: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    return (jax.nn.silu(gate_f32) * up_f32).astype(dtype)
+
+
+def _ffn(x: jax.Array, gate: _Planes, up: _Planes, down: _Planes) -> jax.Array:
+    return down.times(_gated(gate.times(x), up.times(x), x.dtype))
+
+
+def _ffn_of_expert(x: jax.Array, experts: ExpertWeights, expert: jax.Array) -> jax.Array:
+    return _ffn(x, *(_planes(w, expert, x.dtype) for w in experts))
+
+
+def _ffn_of_matrices(x: jax.Array, matrices: list[jax.Array]) -> jax.Array:
+    return _ffn(x, *(_Planes((w.astype(x.dtype),)) for w in matrices))
+
+
+def _by_pieces(x: jax.Array, weight: ExpertWeight, expert: jax.Array) -> jax.Array:
     """x times one expert's matrix, in float32; INT4 is dequantised a piece at a time."""
     if not isinstance(weight, Int4Weight):
         return _planes(weight, expert, x.dtype).times(x)
@@ -111,22 +125,10 @@ def expert_product(
     )
 
 
-def _gated(gate_f32: jax.Array, up_f32: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    return (jax.nn.silu(gate_f32) * up_f32).astype(dtype)
-
-
-def _ffn(x: jax.Array, experts: ExpertWeights, expert: jax.Array) -> jax.Array:
-    gate_f32 = expert_product(x, experts.gate_proj, expert)
-    up_f32 = expert_product(x, experts.up_proj, expert)
-    return expert_product(_gated(gate_f32, up_f32, x.dtype), experts.down_proj, expert)
-
-
-def _ffn_of_matrices(x: jax.Array, matrices: list[jax.Array]) -> jax.Array:
-    return _ffn_of_planes(x, *(_Planes((w.astype(x.dtype),)) for w in matrices))
-
-
-def _ffn_of_planes(x: jax.Array, gate: _Planes, up: _Planes, down: _Planes) -> jax.Array:
-    return down.times(_gated(gate.times(x), up.times(x), x.dtype))
+def _ffn_by_pieces(x: jax.Array, experts: ExpertWeights, expert: jax.Array) -> jax.Array:
+    gate_f32 = _by_pieces(x, experts.gate_proj, expert)
+    up_f32 = _by_pieces(x, experts.up_proj, expert)
+    return _by_pieces(_gated(gate_f32, up_f32, x.dtype), experts.down_proj, expert)
 
 
 def _one_token(
@@ -136,7 +138,7 @@ def _one_token(
 
     def add(a: jax.Array, out_f32: jax.Array) -> jax.Array:
         def run() -> jax.Array:
-            return out_f32 + combine_f32[a] * _ffn(x, experts, ids[a])
+            return out_f32 + combine_f32[a] * _ffn_by_pieces(x, experts, ids[a])
 
         return jax.lax.cond((ids[a] >= 0) & (ids[a] < E), run, lambda: out_f32)
 
@@ -155,7 +157,7 @@ def _few_tokens(
     def add(i: jax.Array, out_f32: jax.Array) -> jax.Array:
         expert = used_first[i]
         share_f32 = jax.lax.dynamic_index_in_dim(combine_by_expert_f32, expert, axis=1)
-        return out_f32 + share_f32 * _ffn(x, experts, expert)
+        return out_f32 + share_f32 * _ffn_of_expert(x, experts, expert)
 
     count = jnp.sum(used.astype(jnp.int32))
     return jax.lax.fori_loop(0, count, add, jnp.zeros(x.shape, jnp.float32))
@@ -236,7 +238,7 @@ def _many_tokens_forward(
 
         def run_block(first: jax.Array, _: jax.Array, y_sorted_f32: jax.Array) -> jax.Array:
             rows = jax.lax.dynamic_slice_in_dim(x_sorted, first, BLOCK_ROWS)
-            y_f32 = _ffn_of_planes(rows, *matrices)
+            y_f32 = _ffn(rows, *matrices)
             # Rows past the group's end are written too; the next group comes later and wins.
             return jax.lax.dynamic_update_slice_in_dim(y_sorted_f32, y_f32, first, 0)
 

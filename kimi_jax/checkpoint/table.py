@@ -154,7 +154,7 @@ def parameters(cfg: ModelConfig, *, is_int4: bool) -> dict[str, Parameter]:
 
 @functools.lru_cache(maxsize=8)
 def _parameters(cfg: ModelConfig, is_int4: bool) -> tuple[Parameter, ...]:
-    return tuple(_parameter(*row) for row in _rows(cfg, is_int4))
+    return tuple(parameter(*row) for row in _rows(cfg, is_int4))
 
 
 def expected(cfg: ModelConfig, *, is_int4: bool) -> dict[str, Published]:
@@ -410,9 +410,10 @@ def _sizes(cfg: ModelConfig, width: int) -> dict[str, int]:
     }
 
 
-def _parameter(
+def parameter(
     path: str, axes: str, name: str, published_axes: str, sizes: dict[str, int]
 ) -> Parameter:
+    """One row of a table: path and axes, published name and axes, the letters' sizes."""
     own = axes.split()
     num_experts = sizes["E"] if "{e}" in name else None
     joined, split = _parse_axes(published_axes)

@@ -25,6 +25,7 @@ from kimi_jax.model.attention import attend_blocked
 from kimi_jax.model.cache import write_rows
 from kimi_jax.model.layers import Keys, gain, linear, rms_norm, weight
 
+
 class Attention(nnx.Module):
     """Weights of one attention layer; `input_width` where its input is not the model's width."""
 
@@ -53,7 +54,7 @@ class Projected(NamedTuple):
 
 
 def project(
-    attn: Attention, cfg: ModelConfig, x: Float[Array, "B T D"], cos: jax.Array, sin: jax.Array
+    attn: Attention, cfg: ModelConfig, x: Float[Array, "B T width"], cos: jax.Array, sin: jax.Array
 ) -> Projected:
     """Queries of this device's heads and the tokens' latent rows, RoPE applied to both."""
     U, C = cfg.qk_nope_head_dim, cfg.kv_lora_rank
@@ -129,7 +130,7 @@ def attend_naive_blocked(
 def attention_layer(
     attn: Attention,
     cfg: ModelConfig,
-    x: Float[Array, "B T D"],
+    x: Float[Array, "B T width"],
     cache: Float[Array, "BS CR"] | None,
     positions: Int[Array, "B T"],
     angles: tuple[jax.Array, jax.Array],
@@ -138,6 +139,8 @@ def attention_layer(
     is_prefill: bool,
 ) -> tuple[Float[Array, "B T D"], Float[Array, "BS CR"] | None]:
     """One attention layer and the cache with its tokens' rows written.
+
+    The input is as wide as the layer's weights want it (a drafter's is twice the model's width).
 
     Without a cache the T tokens are a whole sequence: causal, naive, differentiable.
     """
@@ -182,4 +185,3 @@ def _expand(
     shared = (B, w_uk.shape[0], cfg.qk_rope_head_dim, S)
     k_rope = jnp.broadcast_to(k_rope.swapaxes(1, 2)[:, None], shared)
     return jnp.concatenate([k_nope.astype(rows.dtype), k_rope], axis=2), v.astype(rows.dtype)
-

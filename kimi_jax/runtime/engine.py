@@ -263,9 +263,7 @@ class Engine:
         self._grow = jax.jit(grow, static_argnames="capacity")
         self._allocate = jax.jit(allocate, static_argnums=(0, 1), out_shardings=self._everywhere)
         self._prefill = jax.jit(prefill, static_argnames="size", donate_argnames="state")
-        self._decode = jax.jit(
-            decode, donate_argnames="state", static_argnames="num_draft_tokens"
-        )
+        self._decode = jax.jit(decode, donate_argnames="state", static_argnames="num_draft_tokens")
         self._logits = jax.jit(logits, donate_argnames="cache")
 
     def _over_mesh(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
@@ -406,7 +404,7 @@ class Engine:
         for B in self.batch_sizes:
             for S in self.capacities:
                 state = self.new_state([], batch=B, capacity=S)
-                for size in PREFILL_SIZES:
+                for size in _chunks_within(S):
                     self._enter("prefill", B, S, size)
                     state = self._prefill(self._weights, state, np.int32(0), size=size)
                 for num_draft_tokens in self.num_draft_tokens:
@@ -417,7 +415,7 @@ class Engine:
                     self._enter("grow", B, S, larger)
                     self._grow(state, capacity=larger)
         for S in self.capacities if with_logits else ():
-            for size in PREFILL_SIZES:
+            for size in _chunks_within(S):
                 self._enter("logits", S, size)
                 chunk, cache = np.zeros((1, size), np.int32), self._allocate(1, S)[0]
                 self._logits(self.target_weights, cache, chunk, np.int32(0), np.int32(1))
@@ -533,6 +531,11 @@ def weight_pspecs(weights: Weights, rules: Rules) -> Weights:
         weights,
         is_leaf=lambda x: isinstance(x, nnx.Variable),
     )
+
+
+def _chunks_within(capacity: int) -> list[int]:
+    """The chunk sizes prompts can need where rows have so many slots (see `chunk_sizes`)."""
+    return [size for size in PREFILL_SIZES if size <= capacity]
 
 
 def ladder(first: int, growth: int, last: int) -> tuple[int, ...]:

@@ -246,7 +246,9 @@ def _llama_attention(
         grouped = q.reshape(B, T, P, N // P, H).transpose(0, 2, 1, 3, 4).reshape(B, P, -1, H)
         k_heads, v_heads = (rows.transpose(0, 2, 1, 3) for rows in (k_rows, v_rows))
         scores_f32 = jnp.einsum("bpqh,bpsh->bpqs", grouped, k_heads.astype(q.dtype)) * scale
-        seen = jnp.arange(k_rows.shape[1]) <= jnp.repeat(positions, N // P, axis=1)[:, None, :, None]
+        seen = (
+            jnp.arange(k_rows.shape[1]) <= jnp.repeat(positions, N // P, axis=1)[:, None, :, None]
+        )
         weights_f32 = jax.nn.softmax(
             jnp.where(seen, scores_f32.astype(jnp.float32), -jnp.inf), axis=-1
         )

@@ -2,11 +2,8 @@
 
 import dataclasses
 import functools
-import importlib.util
 import math
 from collections.abc import Callable
-from pathlib import Path
-from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -20,28 +17,7 @@ from kimi_jax.config import ModelConfig, QuantizationConfig, RopeConfig
 from kimi_jax.model.moe import Int4Linear, Moe
 from kimi_jax.model.transformer import Kimi
 
-TESTS = Path(__file__).parents[2]
 F32 = jnp.dtype("float32")
-
-
-def load(path: Path) -> ModuleType:
-    module_spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(module_spec)
-    module_spec.loader.exec_module(module)
-    return module
-
-
-NUMERICS = load(TESTS / "kernels_pallas" / "numerics.py")
-
-
-@pytest.fixture(scope="session")
-def assert_close():
-    return NUMERICS.assert_close
-
-
-@pytest.fixture(scope="session")
-def assert_close_to_scale():
-    return NUMERICS.assert_close_to_scale
 
 
 TINY = ModelConfig(
