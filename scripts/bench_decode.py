@@ -44,6 +44,7 @@ from kimi_jax.runtime.decode import (
     append,
     autoregressive_step,
 )
+from kimi_jax.runtime.engine import first_at_least
 from kimi_jax.runtime.flags import set_host_device_count
 from kimi_jax.runtime.mesh import parse_mesh
 from spec import Eagle3Drafter
@@ -56,7 +57,8 @@ FORMS = ("step", "verify", "cycle")
 
 def keys_of(num_drafts: int) -> dict[str, int]:
     """Under which number of drafts the engine finds each form's program."""
-    return {"step": 0, "verify": 2 if num_drafts == 1 else num_drafts - 1, "cycle": num_drafts}
+    # A block's cycles are limited by the key, so the verification's is no smaller than K.
+    return {"step": 0, "verify": num_drafts + 1, "cycle": num_drafts}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,8 +97,9 @@ class Measured(BoundEagle3):
                 transformer.logits(target, out.hidden), drafts, state, rules
             )
             # The taps end in the state, as the drafter's features would.
-            carried = sum(tap[:, 0].astype(jnp.float32) for tap in out.taps)
-            own = replace(state.drafter, carried=carried.astype(state.drafter.carried.dtype))
+            carried = state.drafter.carried
+            seen = sum(jnp.sum(tap.astype(jnp.float32), axis=(1, 2)) for tap in out.taps)
+            own = replace(state.drafter, carried=carried + seen[:, None].astype(carried.dtype))
             return append(replace(state, cache=out.cache, drafter=own), chosen, counts)
 
         return verify
@@ -123,7 +126,9 @@ def blocks(llm: LLM, context: int, batch: int, cycles: int, key: int) -> Callabl
     engine = llm.engine
 
     def run() -> float:
-        state = engine.new_state(llm._requests(prompts, params))
+        # The least capacity that holds the block, as a request that ends with it would get.
+        capacity = first_at_least(engine.capacities, size + max(engine.num_draft_tokens))
+        state = engine.new_state(llm._requests(prompts, params), capacity=capacity)
         lengths = jnp.full_like(state.lengths, context)
         state = replace(state, lengths=lengths, prompt_lengths=lengths + 0)
         state = engine.prefill(state, context - 1)
@@ -150,8 +155,12 @@ def measure(llm: LLM, context: int, args: argparse.Namespace) -> dict[str, Any]:
         form: [a / b for a, b in zip(seconds[form], seconds["step"], strict=True)]
         for form in ("verify", "cycle")
     }
+    slots = first_at_least(
+        llm.engine.capacities, context + MAX_BLOCK_TOKENS + max(llm.engine.num_draft_tokens)
+    )
     return {
         "context": context,
+        "capacity": slots,
         **{f"{form}_ms": round(1e3 * medians[form], 4) for form in FORMS},
         "draft_and_extend_ms": round(1e3 * (medians["cycle"] - medians["verify"]), 4),
         "verify_over_step": round(statistics.median(ratios["verify"]), 3),
@@ -170,13 +179,16 @@ def main() -> None:
     add("--num-draft-tokens", type=int, default=3)
     add("--contexts", default="64,256,1024,1900", help="comma-separated (default: %(default)s)")
     add("--batch", type=int, default=1)
-    add("--cycles", type=int, default=16, help="cycles a block (default: %(default)s)")
+    add("--cycles", type=int, default=12, help="cycles a block (default: %(default)s)")
     add("--repeats", type=int, default=9)
     add("--mesh", help="devices to cut the model over: tensor=8 or expert=4,tensor=2")
     add("--dtype", choices=("float32", "bfloat16"))
     args = parser.parse_args()
-    if not 1 <= args.num_draft_tokens <= 8:
-        parser.error(f"--num-draft-tokens is {args.num_draft_tokens}, expected 1 to 8")
+    if not 1 <= args.num_draft_tokens <= 7:
+        parser.error(f"--num-draft-tokens is {args.num_draft_tokens}, expected 1 to 7")
+    most = MAX_BLOCK_TOKENS // (args.num_draft_tokens + 2)
+    if args.cycles > most:
+        parser.error(f"--cycles is {args.cycles}, a block of this K holds at most {most}")
     if min(args.cycles, args.repeats, args.batch) < 1:
         parser.error("--cycles, --repeats and --batch must be at least 1")
     try:
@@ -190,7 +202,7 @@ def main() -> None:
         set_host_device_count(math.prod(mesh.values()))
     model = DEMO if args.model == "demo" else args.model
     with tempfile.TemporaryDirectory() as scratch:
-        drafter_folder, taps = args.drafter, None
+        drafter_folder = args.drafter
         if drafter_folder is None:
             drafter_folder = Path(scratch) / "drafter"
             target = ModelConfig.from_folder(model)
@@ -204,9 +216,7 @@ def main() -> None:
         try:
             llm = LLM(
                 model,
-                drafter=MeasuredDrafter(
-                    drafter_folder, num_draft_tokens=args.num_draft_tokens, taps=taps
-                ),
+                drafter=MeasuredDrafter(drafter_folder, num_draft_tokens=args.num_draft_tokens),
                 mesh=mesh,
                 dtype=args.dtype,
                 max_length=contexts[-1] + MAX_BLOCK_TOKENS + 1,
@@ -234,7 +244,7 @@ def main() -> None:
         dtype=llm.dtype,
         mesh=dict(llm.mesh.shape),
         config=llm.cfg.to_dict(),
-        seed=0,
+        text="argparse.py of this interpreter",
     )
     spread = round(max(ratios) / min(ratios) - 1, 3)
     print(json.dumps({"rows": rows, "verify_over_step_spread": spread, "conditions": facts}))

@@ -82,6 +82,11 @@ def make_parser() -> argparse.ArgumentParser:
         f"(default: {DEFAULT_DRAFT_TOKENS})",
     )
     add_speculation(
+        "--taps",
+        metavar="I,J,...",
+        help="layers of the target whose inputs the drafter reads; default: its configuration's",
+    )
+    add_speculation(
         "--sample-drafts",
         action="store_true",
         help="draw drafts where the reply is sampled: more are kept, the tokens differ",
@@ -166,15 +171,34 @@ def _drafter(args: argparse.Namespace) -> Eagle3Drafter | None:
         given = {
             "--num-draft-tokens": args.num_draft_tokens is not None,
             "--sample-drafts": args.sample_drafts,
+            "--taps": args.taps is not None,
         }
         if names := [name for name, is_given in given.items() if is_given]:
             raise ValueError(f"only with --drafter: {', '.join(names)}")
         return None
-    text = args.num_draft_tokens or str(DEFAULT_DRAFT_TOKENS)
-    if not all(word.strip().isdecimal() for word in text.split(",")):
-        raise ValueError(f"--num-draft-tokens is {text!r}, expected numbers such as 3 or 0,1,3")
-    choices = tuple(int(word) for word in text.split(","))
-    return Eagle3Drafter(args.drafter, num_draft_tokens=choices, sample_drafts=args.sample_drafts)
+    choices = _numbers("--num-draft-tokens", args.num_draft_tokens) or (DEFAULT_DRAFT_TOKENS,)
+    if max(choices) > MAX_DRAFT_TOKENS:
+        raise ValueError(
+            f"--num-draft-tokens is {args.num_draft_tokens}, expected 0 to {MAX_DRAFT_TOKENS}"
+        )
+    if args.sample_drafts and sampling_params(args).temperature < MIN_TEMPERATURE:
+        raise ValueError("only with a --temperature over 0: --sample-drafts")
+    return Eagle3Drafter(
+        args.drafter,
+        num_draft_tokens=choices,
+        sample_drafts=args.sample_drafts,
+        taps=_numbers("--taps", args.taps),
+    )
+
+
+def _numbers(option: str, text: str | None) -> tuple[int, ...] | None:
+    """The numbers of a comma-separated option; None if it is not given."""
+    if text is None:
+        return None
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() for word in words):
+        raise ValueError(f"{option} is {text!r}, expected numbers such as 3 or 0,1,3")
+    return tuple(map(int, words))
 
 
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
@@ -307,8 +331,7 @@ def report(args: argparse.Namespace, job: Job, llm: LLM, result: Result) -> dict
         "load_seconds": llm.load_seconds,
         "conditions": conditions(
             model=args.model,
-            drafter=args.drafter,
-            num_draft_tokens=None if job.drafter is None else job.drafter.num_draft_tokens,
+            drafter=None if job.drafter is None else dataclasses.asdict(job.drafter),
             dtype=llm.dtype,
             mesh=dict(llm.mesh.shape),
             max_length=llm.max_length,

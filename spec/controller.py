@@ -5,6 +5,9 @@ from collections.abc import Sequence
 PROBE_EVERY = 8
 """Blocks after which the lengths that lost are tried again: text changes, and so does what pays."""
 
+LEAST_CYCLES = 4
+"""Shorter blocks, as at the start of a stream, cost mostly their call and teach nothing."""
+
 SMOOTHING = 0.5
 """Weight of a new block in a length's running figures."""
 
@@ -21,7 +24,7 @@ class FixedLength:
         is_past = all(n + self._num_draft_tokens > self._max_length for n in lengths)
         return 0 if is_past else self._num_draft_tokens
 
-    def observe(self, num_draft_tokens: int, cycles: int, tokens: int, seconds: float) -> None:
+    def observe(self, num_draft_tokens: int, cycles: int, tokens: float, seconds: float) -> None:
         """Nothing to learn."""
 
 
@@ -29,7 +32,8 @@ class FastestLength:
     """The length whose blocks gave most tokens a second, the others tried again now and then.
 
     Every length is tried once at the start, the longest first, and one that lost once every
-    `PROBE_EVERY` blocks, so a drafter that does not pay costs about one block in eight.
+    `PROBE_EVERY` blocks, so a drafter that does not pay costs about one block in eight. It is kept
+    from request to request.
     """
 
     def __init__(self, lengths: Sequence[int], max_length: int):
@@ -57,9 +61,9 @@ class FastestLength:
         self._next_probe += 1
         return others[self._next_probe % len(others)]
 
-    def observe(self, num_draft_tokens: int, cycles: int, tokens: int, seconds: float) -> None:
+    def observe(self, num_draft_tokens: int, cycles: int, tokens: float, seconds: float) -> None:
         """Takes a block in: tokens a row gained over its seconds."""
-        if not cycles or seconds <= 0:
+        if cycles < LEAST_CYCLES or seconds <= 0:
             return
         rate = tokens / seconds
         old = self._rates.get(num_draft_tokens, rate)

@@ -6,7 +6,7 @@
     extend    the drafter over the same rows, with the target's true features
 
 Fixed shapes, nothing read back: rejected rows of either cache are written over by the next cycle.
-K = 0 is plain decoding that keeps the drafter's cache in step.
+K = 0 is plain decoding that keeps the drafter's cache in step, at the cost of one drafter row.
 """
 
 import jax.numpy as jnp

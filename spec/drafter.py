@@ -1,7 +1,10 @@
 """The EAGLE-3 drafter a user hands to `LLM(path, drafter=...)`."""
 
 import dataclasses
+import numbers
 import os
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from kimi_jax.axes import Rules
+from kimi_jax.axes import Rules, replace
 from kimi_jax.checkpoint.reader import resolve
 from kimi_jax.config import ModelConfig
 from kimi_jax.model.cache import grow_rows
@@ -38,34 +41,55 @@ class Eagle3Drafter:
             program, and blocks use the one that has been fastest.
         sample_drafts: draws drafts from the drafter's distribution where a request samples, and
             accepts by rejection (more drafts stand; the distribution, not the tokens, is that of
-            plain decoding). By default drafts are the most likely tokens, and replies the very
-            tokens of plain decoding.
+            plain decoding; at temperature 0, its tokens). By default drafts are the most likely
+            tokens, and replies the very tokens of plain decoding.
         taps: the target's streams the drafter reads, as the ids of the layers they enter; None
             takes what its configuration says.
+        revision: of a hub id.
 
     Raises:
-        ValueError: a number of draft tokens outside 0 to 8.
+        ValueError: an option out of range.
     """
 
     path_or_id: str | os.PathLike[str]
-    num_draft_tokens: int | tuple[int, ...] = DEFAULT_DRAFT_TOKENS
+    num_draft_tokens: int | Sequence[int] = DEFAULT_DRAFT_TOKENS
     sample_drafts: bool = False
-    taps: tuple[int, ...] | None = None
+    taps: Sequence[int] | None = None
+    revision: str | None = None
 
     def __post_init__(self):
         choices = self._choices()
-        if not choices or not all(
-            isinstance(k, int) and not isinstance(k, bool) and 0 <= k <= MAX_DRAFT_TOKENS
-            for k in choices
-        ):
+        if not choices or not all(_is_id(k) and k <= MAX_DRAFT_TOKENS for k in choices):
             raise ValueError(
-                f"num_draft_tokens is {self.num_draft_tokens!r}, expected 0 to {MAX_DRAFT_TOKENS} "
-                "or several of them"
+                f"num_draft_tokens is {self.num_draft_tokens!r}, expected an integer from 0 to "
+                f"{MAX_DRAFT_TOKENS}, or a sequence of such"
             )
+        if self.taps is not None and not all(map(_is_id, self.taps)):
+            raise ValueError(f"taps is {self.taps!r}, expected layer ids (integers from 0)")
+        if not isinstance(self.sample_drafts, bool):
+            raise ValueError(f"sample_drafts is {self.sample_drafts!r}, expected True or False")
 
     def _choices(self) -> tuple[int, ...]:
         given = self.num_draft_tokens
-        return tuple(sorted(set(given))) if isinstance(given, tuple) else (given,)
+        return tuple(sorted(set(given))) if isinstance(given, Sequence) else (given,)
+
+    def check(self, cfg: ModelConfig, mesh: Mesh) -> None:
+        """Refuses a target or mesh the drafter's configuration does not fit; reads that alone.
+
+        Raises:
+            DrafterError: it is no drafter, or one of another target.
+            CheckpointError: no such folder.
+            MeshError: the mesh does not divide the drafter.
+        """
+        folder = resolve(self.path_or_id, revision=self.revision, patterns=("config.json",))
+        self._config(folder, cfg, mesh)
+
+    def _config(self, folder: Path, cfg: ModelConfig, mesh: Mesh) -> DrafterConfig:
+        taps = None if self.taps is None else tuple(self.taps)
+        own = DrafterConfig.from_folder(folder, num_target_layers=cfg.num_hidden_layers, taps=taps)
+        check_target(own, cfg)
+        _check_mesh(own, mesh)
+        return own
 
     def bind(self, cfg: ModelConfig, mesh: Mesh, dtype: jnp.dtype) -> "BoundEagle3":
         """The drafter for this target, its weights loaded and placed on the mesh.
@@ -75,23 +99,24 @@ class Eagle3Drafter:
             CheckpointError: no such folder, or files that cannot be read.
             MeshError: the mesh does not divide the drafter.
         """
-        folder = resolve(self.path_or_id)
-        own = DrafterConfig.from_folder(
-            folder, num_target_layers=cfg.num_hidden_layers, taps=self.taps
-        )
-        check_target(own, cfg)
+        folder = resolve(self.path_or_id, revision=self.revision)
+        own = self._config(folder, cfg, mesh)
         files = open_drafter(folder, own)
-        _check_mesh(own, mesh)
         graph, weights = _load(files, own, mesh, dtype)
         choices = self._choices()
+        limit = own.max_position_embeddings
+        is_fixed = len(choices) == 1
         return BoundEagle3(
             cfg=own,
             graph=graph,
             weights=weights,
             taps=eagle3.target_taps(own, cfg),
-            # Past the drafter's own positions a row decodes plainly.
+            # 0 serves rows past the drafter's own positions.
             num_draft_tokens=tuple(sorted({0, *choices})),
             asked=choices,
+            own_controller=FixedLength(*choices, limit)
+            if is_fixed
+            else FastestLength(choices, limit),
             sample_drafts=self.sample_drafts,
             dtype=dtype,
         )
@@ -107,6 +132,7 @@ class BoundEagle3:
     taps: tuple[int, ...]
     num_draft_tokens: tuple[int, ...]
     asked: tuple[int, ...]
+    own_controller: Controller
     sample_drafts: bool
     dtype: Any
 
@@ -136,7 +162,8 @@ class BoundEagle3:
     def state_pspecs(self, rules: Rules) -> DraftState:
         """Key-value heads are cut like their weights, latent rows are whole on every device."""
         cache = tuple(rules.pspec(axes) for axes in eagle3.cache_axes(self.cfg))
-        return _draft_state_of(cache, rules.pspec("B D"))
+        like = jax.eval_shape(lambda: self.init_state(1, 1))
+        return replace(like, cache=cache, carried=rules.pspec("B D"))
 
     def grow(self, drafter_state: DraftState, batch: int, capacity: int) -> DraftState:
         """The same rows with room for `capacity` slots each."""
@@ -156,11 +183,8 @@ class BoundEagle3:
         return draft.prefill(model, self.cfg, target, drafter_state, chunk, rules)
 
     def controller(self) -> Controller:
-        """K as asked, or the fastest of those asked for."""
-        limit = self.cfg.max_position_embeddings
-        if len(self.asked) == 1:
-            return FixedLength(self.asked[0], limit)
-        return FastestLength(self.asked, limit)
+        """K as asked, or the fastest of those asked for so far."""
+        return self.own_controller
 
 
 def _load(
@@ -196,8 +220,6 @@ def _check_mesh(cfg: DrafterConfig, mesh: Mesh) -> None:
         )
 
 
-def _draft_state_of(cache: tuple, carried: Any) -> DraftState:
-    """A `DraftState` of placements, which its checked constructor would refuse."""
-    like = DraftState(cache=tuple(jnp.zeros(()) for _ in cache), carried=jnp.zeros((0, 0)))
-    structure = jax.tree.structure(like)
-    return jax.tree.unflatten(structure, [*cache, carried])
+def _is_id(value: Any) -> bool:
+    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return is_integer and int(value) >= 0

@@ -7,6 +7,7 @@ read. A pair whose id lies outside 0..E-1 (padding, or an expert of another devi
 Few tokens run every used expert over all of them; many are sorted into blocks of one expert each.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,6 +26,9 @@ BLOCK_ROWS = 32
 
 PIECE_BYTES = 256 * 1024
 """Float32 weights dequantised at a time for one token: what a core's own cache holds."""
+
+MOST_PIECES = 8
+"""Pieces of a matrix, each of them code of its own: large matrices take larger ones."""
 
 ExpertWeight = Float[Array, "E in out"] | Int4Weight
 
@@ -67,10 +71,11 @@ class _Planes(NamedTuple):
     def times(self, x: Float[Array, "T in"]) -> Float[Array, "T out"]:
         """The product, accumulated in float32, in float32."""
         n = len(self.planes)
-        return sum(
+        parts = [
             jnp.matmul(x[:, i::n], plane, preferred_element_type=jnp.float32)
             for i, plane in enumerate(self.planes)
-        )
+        ]
+        return functools.reduce(jnp.add, parts)
 
 
 def _planes(
@@ -115,14 +120,18 @@ def _by_pieces(x: jax.Array, weight: ExpertWeight, expert: jax.Array) -> jax.Arr
     """x times one expert's matrix, in float32; INT4 is dequantised a piece at a time."""
     if not isinstance(weight, Int4Weight):
         return _planes(weight, expert, x.dtype).times(x)
-    groups_a_piece = max(1, PIECE_BYTES // (GROUP_SIZE * weight.packed.shape[2] * 4))
+    groups_a_piece = max(
+        PIECE_BYTES // (GROUP_SIZE * weight.packed.shape[2] * 4),
+        -(-weight.scale.shape[1] // MOST_PIECES),
+    )
     rows = GROUP_SIZE * groups_a_piece
-    return sum(
+    parts = [
         _planes(weight, expert, x.dtype, start, min(rows, x.shape[1] - start)).times(
             x[:, start : start + rows]
         )
         for start in range(0, x.shape[1], rows)
-    )
+    ]
+    return functools.reduce(jnp.add, parts)
 
 
 def _ffn_by_pieces(x: jax.Array, experts: ExpertWeights, expert: jax.Array) -> jax.Array:

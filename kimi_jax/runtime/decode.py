@@ -27,7 +27,6 @@ from kimi_jax.runtime.sampling import MAX_LOGPROBS, Choice, SamplingState, choos
 MAX_BLOCK_TOKENS = 64
 """Tokens a row can gain in one call of `decode`; the size of what is read back."""
 
-
 MAX_DRAFT_TOKENS = 8
 """Most tokens a drafter may propose in a cycle; the size of the counts by depth."""
 

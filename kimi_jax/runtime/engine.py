@@ -22,6 +22,7 @@ from kimi_jax.config import ModelConfig
 from kimi_jax.model import transformer
 from kimi_jax.model.cache import LatentCache
 from kimi_jax.runtime import decode as decoding
+from kimi_jax.runtime.conditions import num_compiles
 from kimi_jax.runtime.decode import (
     MAX_BLOCK_TOKENS,
     MAX_DRAFT_TOKENS,
@@ -57,8 +58,8 @@ class Controller(Protocol):
         """Tokens to draft in each cycle of the next block; `lengths` are those of live rows."""
         ...
 
-    def observe(self, num_draft_tokens: int, cycles: int, tokens: int, seconds: float) -> None:
-        """What a block took: its cycles, and the tokens its rows gained a cycle's row."""
+    def observe(self, num_draft_tokens: int, cycles: int, tokens: float, seconds: float) -> None:
+        """What a block gave: cycles run, tokens gained by a row on average, seconds it took."""
         ...
 
 
@@ -100,13 +101,21 @@ class BoundDrafter(Protocol):
         ...
 
     def controller(self) -> Controller:
-        """A fresh one for a batch of requests."""
+        """The one for the next batch of requests."""
         ...
 
 
 @runtime_checkable
 class Drafter(Protocol):
     """What speculation adds to an `LLM`."""
+
+    def check(self, cfg: ModelConfig, mesh: Mesh) -> None:
+        """Refuses a target it was not made for, by the small files alone.
+
+        Raises:
+            ValueError: says what does not fit.
+        """
+        ...
 
     def bind(self, cfg: ModelConfig, mesh: Mesh, dtype: jnp.dtype) -> BoundDrafter:
         """Itself for this target, its weights loaded and placed.
@@ -261,7 +270,12 @@ class Engine:
             )
 
         self._grow = jax.jit(grow, static_argnames="capacity")
-        self._allocate = jax.jit(allocate, static_argnums=(0, 1), out_shardings=self._everywhere)
+        own = None if drafter is None else self._placements(drafter.state_pspecs(rules))
+        self._allocate = jax.jit(
+            allocate,
+            static_argnums=(0, 1),
+            out_shardings=(self._everywhere, self._everywhere, own),
+        )
         self._prefill = jax.jit(prefill, static_argnames="size", donate_argnames="state")
         self._decode = jax.jit(decode, donate_argnames="state", static_argnames="num_draft_tokens")
         self._logits = jax.jit(logits, donate_argnames="cache")
@@ -280,6 +294,9 @@ class Engine:
         specs = jax.tree.map(lambda _: PartitionSpec(), state)
         own = None if self.drafter is None else self.drafter.state_pspecs(self.rules)
         return replace(specs, sampling=self._sampling_pspecs(specs.sampling), drafter=own)
+
+    def _placements(self, pspecs: Any) -> Any:
+        return jax.tree.map(lambda pspec: NamedSharding(self.mesh, pspec), pspecs)
 
     def _sampling_pspecs(self, specs: SamplingState) -> SamplingState:
         return replace(specs, logit_bias=self.rules.pspec("B V"))
@@ -340,10 +357,7 @@ class Engine:
             log=log,
             drafter=own,
         )
-        placements = jax.tree.map(
-            lambda pspec: NamedSharding(self.mesh, pspec), self._state_pspecs(state)
-        )
-        return jax.device_put(state, placements)
+        return jax.device_put(state, self._placements(self._state_pspecs(state)))
 
     def fit(
         self, state: DecodeState, requests: Sequence[Request], lengths: Sequence[int]
@@ -465,7 +479,7 @@ class Run:
             cancelled = np.zeros(state.lengths.shape, np.bool_)
             cancelled[list(self._cancelled)] = True
             state = engine.fit(state, requests, lengths)
-            num_drafts = 0
+            num_drafts, compiles = 0, num_compiles()
             if controller is not None:
                 num_drafts = controller.choose([lengths[row] for row in running])
             state, block = engine.decode(state, num_cycles, cancelled, num_drafts)
@@ -474,10 +488,11 @@ class Run:
                 lengths[update.row] += len(update.token_ids)
             seconds = time.perf_counter() - began
             self.decode_seconds += seconds
-            if controller is not None:
-                before, cycles = cycles, max(update.cycles for update in updates)
-                most = max(len(update.token_ids) for update in updates)
-                controller.observe(num_drafts, cycles - before, most, seconds)
+            before, cycles = cycles, max(update.cycles for update in updates)
+            # A block that compiled says nothing about the next.
+            if controller is not None and num_compiles() == compiles:
+                tokens = sum(len(update.token_ids) for update in updates) / len(updates)
+                controller.observe(num_drafts, cycles - before, tokens, seconds)
             running -= {u.row for u in updates if u.finish != Finish.RUNNING}
             yield updates
             # Text should flow: blocks grow until one takes as long as a reader notices.

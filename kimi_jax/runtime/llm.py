@@ -103,7 +103,7 @@ class LLM:
     ):
         if max_batch < 1:
             raise ValueError(f"max_batch is {max_batch}, expected at least 1")
-        if drafter is not None and not isinstance(drafter, Drafter):
+        if drafter is not None and (isinstance(drafter, type) or not isinstance(drafter, Drafter)):
             raise ValueError(f"drafter is {drafter!r}, which has no bind (see `engine.Drafter`)")
         # Everything the small files can tell comes first: from the hub, weights take hours.
         folder = resolve(path_or_id, revision=revision, patterns=SMALL_FILES)
@@ -126,6 +126,8 @@ class LLM:
             raise ValueError(f"dtype is {dtype!r}, expected one of {sorted(DTYPES)}")
         self.mesh = _mesh(mesh, platform)
         check_sizes(cfg, self.mesh)
+        if drafter is not None:
+            drafter.check(cfg, self.mesh)
         kind = self.mesh.devices.flat[0].platform
         self.dtype = dtype or ("float32" if kind == "cpu" else "bfloat16")
         _log.info("%d %s device(s), %s", self.mesh.size, kind, self.dtype)
@@ -135,7 +137,7 @@ class LLM:
         self.cfg = cfg = plan.cfg
         # Again, since only the files tell whether the experts are INT4.
         check_sizes(cfg, self.mesh)
-        # Before the target's weights: a drafter that does not fit is found out at once.
+        # Before the target's weights: a drafter whose files do not fit is found out first.
         bound = None if drafter is None else drafter.bind(cfg, self.mesh, DTYPES[self.dtype])
         abstract = nnx.eval_shape(lambda: Kimi(cfg, dtype=DTYPES[self.dtype], rngs=nnx.Rngs(0)))
         graph, state = nnx.split(abstract)

@@ -155,10 +155,12 @@ def forward(
         embedded = transformer.embed(table[...], next_tokens, rules).astype(feature.dtype)
         normed = rms_norm(feature, model.hidden_norm[...], eps)
         pair = jnp.concatenate([rms_norm(embedded, model.input_layernorm[...], eps), normed], -1)
-        if cfg.mla is not None:
+        attn = model.self_attn
+        if isinstance(attn, Attention):
+            assert cfg.mla is not None
             angles = rope.cos_sin(positions, cfg.rope, cfg.mla.qk_rope_head_dim)
             attended, rows = attention_layer(
-                model.self_attn,
+                attn,
                 cfg.mla,
                 pair,
                 cache[0],
@@ -167,10 +169,11 @@ def forward(
                 rules,
                 is_prefill=is_prefill,
             )
+            assert rows is not None  # a cache was given
             cache = (rows,)
         else:
             attended, cache = _llama_attention(
-                model.self_attn, cfg, pair, cache, positions, rules, is_prefill=is_prefill
+                attn, cfg, pair, cache, positions, rules, is_prefill=is_prefill
             )
         h = (normed if cfg.norm_before_residual else feature) + attended
         m = h + mlp_layer(model.mlp, rms_norm(h, model.post_attention_layernorm[...], eps), rules)
@@ -245,14 +248,21 @@ def _llama_attention(
         # [B, P, T*N/P, H]: the queries of one key head are rows of one product.
         grouped = q.reshape(B, T, P, N // P, H).transpose(0, 2, 1, 3, 4).reshape(B, P, -1, H)
         k_heads, v_heads = (rows.transpose(0, 2, 1, 3) for rows in (k_rows, v_rows))
-        scores_f32 = jnp.einsum("bpqh,bpsh->bpqs", grouped, k_heads.astype(q.dtype)) * scale
+        scores_f32 = scale * jnp.einsum(
+            "bpqh,bpsh->bpqs",
+            grouped,
+            k_heads.astype(q.dtype),
+            preferred_element_type=jnp.float32,
+        )
         seen = (
             jnp.arange(k_rows.shape[1]) <= jnp.repeat(positions, N // P, axis=1)[:, None, :, None]
         )
-        weights_f32 = jax.nn.softmax(
-            jnp.where(seen, scores_f32.astype(jnp.float32), -jnp.inf), axis=-1
-        )
-        out = jnp.matmul(weights_f32.astype(q.dtype), v_heads.astype(q.dtype))
+        weights_f32 = jax.nn.softmax(jnp.where(seen, scores_f32, -jnp.inf), axis=-1)
+        out = jnp.matmul(
+            weights_f32.astype(q.dtype),
+            v_heads.astype(q.dtype),
+            preferred_element_type=jnp.float32,
+        ).astype(q.dtype)
         out = out.reshape(B, P, T, N // P, H).transpose(0, 2, 1, 3, 4)
     o_proj = attn.o_proj[...]
     y = linear(out.reshape(B, T, -1), o_proj.reshape(-1, o_proj.shape[-1]))

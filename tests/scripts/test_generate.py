@@ -203,6 +203,7 @@ def test_options_reach_the_model(loaded, tiny, capsys):
     (call,) = loaded
     assert call == {
         "model": tiny,
+        "drafter": None,
         "mesh": {"tensor": 8},
         "max_length": 64,
         "max_batch": 1,

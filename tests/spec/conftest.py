@@ -120,3 +120,31 @@ def on():
         return SamplingParams(**{"max_new_tokens": max_new_tokens, "ignore_eos": True} | options)
 
     return on
+
+
+@pytest.fixture(scope="session")
+def check_same():
+    return _check_same
+
+
+def _check_same(llm, plain, prompts, params):
+    """Replies are equal token for token, and their counts add up."""
+    expected = plain.generate(prompts, params)
+    found = llm.generate(prompts, params)
+    for a, b in zip(found, expected, strict=True):
+        assert (a.token_ids, a.text, a.finish_reason, a.usage) == (
+            b.token_ids,
+            b.text,
+            b.finish_reason,
+            b.usage,
+        )
+        told = a.speculation
+        assert b.speculation is None
+        assert told.cycles == a.timings.cycles and told.emitted == len(a.token_ids)
+        assert 0 <= told.accepted <= told.drafted and told.accepted <= told.emitted
+        assert list(told.accepted_by_depth) == sorted(told.accepted_by_depth, reverse=True)
+        if b.logprobs is not None:
+            np.testing.assert_allclose(
+                [e.logprob for e in a.logprobs], [e.logprob for e in b.logprobs], atol=1e-4
+            )
+    return found

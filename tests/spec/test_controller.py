@@ -16,7 +16,7 @@ def run(controller, tokens_per_second, blocks):
     for _ in range(blocks):
         k = controller.choose([10])
         chosen.append(k)
-        controller.observe(k, 10, 64, 64 / tokens_per_second[k])
+        controller.observe(k, 10, 64.0, 64 / tokens_per_second[k])
     return chosen
 
 
@@ -46,7 +46,8 @@ def test_past_the_limit_nothing_is_drafted():
     assert FastestLength((1, 3), max_length=32).choose([31, 40]) == 0
 
 
-def test_an_empty_block_teaches_nothing():
+def test_an_empty_or_a_short_block_teaches_nothing():
     controller = FastestLength((0, 3), max_length=100)
-    controller.observe(3, 0, 0, 0.0)
+    controller.observe(3, 0, 0.0, 0.0)
+    controller.observe(3, 2, 2.0, 1.0)
     assert controller.choose([1]) == 3

@@ -43,6 +43,9 @@ class Replay:
     num_draft_tokens = (DRAFTED - 1,)
     weights: Any = ()
 
+    def check(self, cfg, mesh):
+        pass
+
     def bind(self, cfg, mesh, dtype):
         return self
 
