@@ -11,7 +11,7 @@ from spec import Eagle3Drafter
 LENGTHS = (SHORT, (3, 40, 128, 200), (5, 129, 33, 64), (9, 100, 7, 150))
 
 
-@pytest.mark.parametrize("num_draft_tokens", [0, 1, 2, 3, 4, 6, 8])
+@pytest.mark.parametrize("num_draft_tokens", [0, 1, 3, 5, 8])
 def test_greedy_replies_are_those_of_plain_decoding(
     check_same, make_drafted, only, plain, ids, on, num_draft_tokens
 ):

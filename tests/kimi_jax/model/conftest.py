@@ -2,8 +2,10 @@
 
 import dataclasses
 import functools
+import importlib.util
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -78,7 +80,11 @@ def tiny() -> ModelConfig:
 @pytest.fixture(scope="session")
 def k25() -> ModelConfig:
     """Kimi-K2.5 as published."""
-    return ModelConfig.from_dict(load(TESTS / "kimi_jax" / "test_config.py").K25)
+    path = Path(__file__).parents[1] / "test_config.py"
+    module_spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(module_spec)
+    module_spec.loader.exec_module(module)
+    return ModelConfig.from_dict(module.K25)
 
 
 @pytest.fixture(scope="session")
