@@ -1,5 +1,6 @@
 """scripts/generate.py with a drafter: the same text, and what speculation did."""
 
+import generate
 import pytest
 
 
@@ -24,20 +25,27 @@ def test_the_text_is_that_of_plain_decoding(script, tiny, drafter):
 
 
 @pytest.mark.parametrize(
-    "options, status, problem",
+    "options, problem",
     [
-        ("--num-draft-tokens 3", 2, "only with --drafter"),
-        ("--taps 1,2", 2, "only with --drafter"),
-        ("--drafter {d} --num-draft-tokens 9", 2, "expected 0 to 8"),
-        ("--drafter {d} --num-draft-tokens x", 2, "expected numbers"),
-        ("--drafter {d} --sample-drafts", 2, "only with a --temperature over 0"),
-        ("--drafter nowhere", 1, "no such folder"),
-        ("--drafter {t}", 1, "a target checkpoint"),
-        ("--drafter {d} --taps 0,1,99", 1, "99"),
+        ("--num-draft-tokens 3", "only with --drafter"),
+        ("--taps 1,2", "only with --drafter"),
+        ("--drafter d --num-draft-tokens 9", "expected 0 to 8"),
+        ("--drafter d --num-draft-tokens x", "expected numbers"),
+        ("--drafter d --sample-drafts", "only with a --temperature over 0"),
     ],
 )
-def test_wrong_options_are_refused(script, tiny, drafter, options, status, problem):
+def test_wrong_options_are_refused_before_loading(tiny, capsys, options, problem):
+    with pytest.raises(SystemExit) as stopped:
+        generate.main(["--model", str(tiny), "--prompt", "a", *options.split()])
+    assert stopped.value.code == 2 and problem in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "options, problem",
+    [("--drafter {t}", "a target checkpoint"), ("--drafter {d} --taps 0,1,99", "99")],
+)
+def test_a_drafter_that_does_not_fit_is_refused(script, tiny, drafter, options, problem):
     words = options.format(d=drafter, t=tiny).split()
     run = script.run("generate.py", "--model", tiny, "--prompt", "a", "--quiet", *words)
-    assert run.returncode == status and "Traceback" not in run.stderr
+    assert run.returncode == 1 and "Traceback" not in run.stderr
     assert problem in run.stderr
