@@ -4,8 +4,6 @@ import numpy as np
 import pytest
 from spec_options import OPTIONS, SHORT
 
-from kimi_jax.runtime.conditions import num_compiles
-from kimi_jax.runtime.llm import LLM
 from spec import Eagle3Drafter
 
 LENGTHS = (SHORT, (3, 40, 128, 200), (5, 129, 33, 64), (9, 100, 7, 150))
@@ -31,19 +29,6 @@ def test_mla_drafters(check_same, make_drafted, only, plain, ids, on):
     llm = make_drafted("mla", **MLA_31)
     only(3)
     check_same(llm, plain, [ids(n, n) for n in SHORT], on(32))
-
-
-def test_sampled_drafts_keep_the_tokens_at_temperature_zero(
-    check_same, make_drafted, plain, ids, on
-):
-    """And at a temperature more of them stand than most likely ones would."""
-    llm = make_drafted(num_draft_tokens=2, sample_drafts=True)
-    prompts = [ids(n, n) for n in SHORT]
-    check_same(llm, plain, prompts, on(24))
-    found = llm.generate(prompts, on(24, temperature=1.0, seed=3))
-    again = llm.generate(prompts, on(24, temperature=1.0, seed=3))
-    assert [r.token_ids for r in found] == [r.token_ids for r in again]
-    assert sum(r.speculation.accepted for r in found) > 5
 
 
 @pytest.mark.parametrize("options", OPTIONS[:3])
@@ -81,14 +66,6 @@ def test_eight_devices_give_the_replies_of_one(
         assert [r.speculation for r in found] == [r.speculation for r in alone]
 
 
-def test_past_its_own_positions_a_drafter_rests(check_same, make_drafted, plain, ids, on):
-    llm = make_drafted(num_draft_tokens=3, max_position_embeddings=16)
-    # Blocks are whole: the one that passes the limit still drafts to its end.
-    for length, does_draft in ((12, True), (13, True), (14, False), (17, False)):
-        [result] = check_same(llm, plain, [ids(length, length)], on(40))
-        assert (result.speculation.drafted > 0) == does_draft
-
-
 def test_the_drafters_cache_is_that_of_one_pass_over_the_text(
     make_drafted, make_drafter_folder, ids, on, assert_close
 ):
@@ -106,19 +83,6 @@ def test_the_drafters_cache_is_that_of_one_pass_over_the_text(
         for a, b in zip(state.drafter.cache, again.drafter.cache, strict=True):
             assert_close(a[:n], b[:n], atol=2e-5)
         assert_close(state.drafter.carried, again.drafter.carried, atol=1e-4)
-
-
-def test_nothing_compiles_after_warm_up(target_folder, make_drafter_folder, ids, on):
-    folder, _ = make_drafter_folder()
-    drafter = Eagle3Drafter(folder, num_draft_tokens=(0, 2))
-    llm = LLM(target_folder, drafter=drafter, max_length=200, max_batch=1, progress=False)
-    llm.warm_up()
-    before = num_compiles()
-    for length in (1, 2, 17, 130):
-        for options in ({}, OPTIONS[1], OPTIONS[4]):
-            [result] = llm.generate([ids(length)], on(30, **options))
-            assert result.timings.compiles == 0
-    assert num_compiles() == before
 
 
 def test_a_block_of_cycles_never_leaves_the_device(make_drafted, ids, on):
