@@ -116,7 +116,9 @@ class MeasuredDrafter(Eagle3Drafter):
         return Measured(**fields, num_drafts=max(bound.asked))
 
 
-def blocks(llm: LLM, context: int, batch: int, cycles: int, key: int) -> Callable[[], float]:
+def blocks(
+    llm: LLM, context: int, capacity: int, batch: int, cycles: int, key: int
+) -> Callable[[], float]:
     """A function that runs one block at this context and gives its seconds a cycle."""
     text = llm.tokenizer.encode(inspect.getsource(argparse))
     size = context + MAX_BLOCK_TOKENS
@@ -126,8 +128,6 @@ def blocks(llm: LLM, context: int, batch: int, cycles: int, key: int) -> Callabl
     engine = llm.engine
 
     def run() -> float:
-        # The least capacity that holds the block, as a request that ends with it would get.
-        capacity = first_at_least(engine.capacities, size + max(engine.num_draft_tokens))
         state = engine.new_state(llm._requests(prompts, params), capacity=capacity)
         lengths = jnp.full_like(state.lengths, context)
         state = replace(state, lengths=lengths, prompt_lengths=lengths + 0)
@@ -145,7 +145,13 @@ def blocks(llm: LLM, context: int, batch: int, cycles: int, key: int) -> Callabl
 def measure(llm: LLM, context: int, args: argparse.Namespace) -> dict[str, Any]:
     """One row of the table."""
     keys = keys_of(args.num_draft_tokens)
-    runs = {form: blocks(llm, context, args.batch, args.cycles, key) for form, key in keys.items()}
+    # The least capacity that holds a block, as a request that ends with it would get.
+    slack = MAX_BLOCK_TOKENS + max(llm.engine.num_draft_tokens)
+    capacity = first_at_least(llm.engine.capacities, context + slack)
+    runs = {
+        form: blocks(llm, context, capacity, args.batch, args.cycles, key)
+        for form, key in keys.items()
+    }
     seconds: dict[str, list[float]] = {form: [] for form in FORMS}
     for _ in tqdm(range(args.repeats), desc=f"context {context}", disable=None, leave=False):
         for form, run in runs.items():
@@ -155,12 +161,9 @@ def measure(llm: LLM, context: int, args: argparse.Namespace) -> dict[str, Any]:
         form: [a / b for a, b in zip(seconds[form], seconds["step"], strict=True)]
         for form in ("verify", "cycle")
     }
-    slots = first_at_least(
-        llm.engine.capacities, context + MAX_BLOCK_TOKENS + max(llm.engine.num_draft_tokens)
-    )
     return {
         "context": context,
-        "capacity": slots,
+        "capacity": capacity,
         **{f"{form}_ms": round(1e3 * medians[form], 4) for form in FORMS},
         "draft_and_extend_ms": round(1e3 * (medians["cycle"] - medians["verify"]), 4),
         "verify_over_step": round(statistics.median(ratios["verify"]), 3),

@@ -112,6 +112,7 @@ class Transformers:
         transformers.utils.logging.set_verbosity_error()
 
         self._torch = torch
+        self.dtype = dtype
         self._model = make_goldens.load_reference(folder, getattr(torch, dtype), attention="sdpa")
         self._vocab_size = self._model.config.get_text_config().vocab_size
         self._new_tokens = new_tokens
@@ -155,7 +156,7 @@ class Worker:
         self._process = context.Process(target=_serve, args=(end, side, args), daemon=True)
         self._process.start()
         end.close()
-        self._pipe.recv()
+        self.dtype: str = self._pipe.recv()
 
     def measure(self, phase: str) -> float:
         """Seconds for one unit of work: a token, or the whole prefill."""
@@ -170,7 +171,7 @@ class Worker:
 
 def _serve(pipe: Connection, side_class: type, args: tuple) -> None:
     side = side_class(*args)
-    pipe.send("ready")
+    pipe.send(side.dtype)
     while True:
         try:
             phase = pipe.recv()
@@ -184,24 +185,21 @@ def take_turns(name: str, ours: Worker, theirs: Worker, phase: str, repeats: int
     turns = []
     for _ in tqdm(range(repeats + 1), desc=f"{name} {phase}", disable=None, leave=False):
         turns.append((ours.measure(phase), theirs.measure(phase)))
-    return compare(name, phase, turns[1:])
+    dtypes = {"ours_dtype": ours.dtype, "transformers_dtype": theirs.dtype}
+    return {"model": name, "phase": phase, **compare(phase, turns[1:]), **dtypes}
 
 
-def compare(name: str, phase: str, turns: list[tuple[float, float]]) -> dict[str, Any]:
-    """One row, from each turn's seconds for one unit of work: this project's, transformers'."""
+def compare(phase: str, turns: list[tuple[float, float]]) -> dict[str, Any]:
+    """Figures from each turn's seconds for one unit of work: this project's, transformers'."""
     tokens = PREFILL_TOKENS if phase == "prefill" else 1
     our_seconds, their_seconds = (statistics.median(side) for side in zip(*turns, strict=True))
     ratios = [theirs / ours for ours, theirs in turns]
     return {
-        "model": name,
-        "phase": phase,
         "ours_tokens_per_second": round(tokens / our_seconds, 2),
         "transformers_tokens_per_second": round(tokens / their_seconds, 2),
         "ratio": round(statistics.median(ratios), 2),
         "ratio_range": [round(min(ratios), 2), round(max(ratios), 2)],
         "repeats": len(turns),
-        "ours_dtype": "float32",
-        "transformers_dtype": TRANSFORMERS_DTYPE[name],
     }
 
 

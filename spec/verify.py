@@ -83,21 +83,21 @@ def accept_sampled(
         axis=axis,
     )
     filtered = filter_logits(gather_vocab(edited, axis), rows.sampling)
-    p = rows.unflatten(jax.nn.softmax(filtered, axis=-1))
-    q = jax.nn.softmax(draft_logits_f32, axis=-1)
+    target_probs = rows.unflatten(jax.nn.softmax(filtered, axis=-1))
+    draft_probs = jax.nn.softmax(draft_logits_f32, axis=-1)
     at = drafts[:, :, None]
-    p_draft = jnp.take_along_axis(p[:, :K], at, axis=-1)[..., 0]
-    q_draft = jnp.take_along_axis(q, at, axis=-1)[..., 0]
-    is_accepted = _uniform(state, K) * q_draft < p_draft
+    target_prob = jnp.take_along_axis(target_probs[:, :K], at, axis=-1)[..., 0]
+    draft_prob = jnp.take_along_axis(draft_probs, at, axis=-1)[..., 0]
+    is_accepted = _uniform(state, K) * draft_prob < target_prob
     num_accepted = _num_leading(is_accepted)
-    # After the last draft nothing was proposed: q is 0 there and the rest is p itself.
+    # After the last draft nothing was proposed: the rest there is the target's own distribution.
     first_fallen = num_accepted[:, None, None]
-    p_here = jnp.take_along_axis(p, first_fallen, axis=1)[:, 0]
-    q_padded = jnp.pad(q, ((0, 0), (0, 1), (0, 0)))
-    q_here = jnp.take_along_axis(q_padded, first_fallen, axis=1)[:, 0]
-    rest = jnp.maximum(p_here - q_here, 0.0)
-    # Where q covers p, rounding alone refused the draft.
-    rest = jnp.where(jnp.sum(rest, axis=-1, keepdims=True) > 0, rest, p_here)
+    target_here = jnp.take_along_axis(target_probs, first_fallen, axis=1)[:, 0]
+    draft_padded = jnp.pad(draft_probs, ((0, 0), (0, 1), (0, 0)))
+    draft_here = jnp.take_along_axis(draft_padded, first_fallen, axis=1)[:, 0]
+    rest = jnp.maximum(target_here - draft_here, 0.0)
+    # Where the drafter's covers the target's, rounding alone refused the draft.
+    rest = jnp.where(jnp.sum(rest, axis=-1, keepdims=True) > 0, rest, target_here)
     replacement = sample_tokens(
         jnp.log(rest), sampling=state.sampling, positions=state.lengths + num_accepted
     )

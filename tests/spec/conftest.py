@@ -38,7 +38,10 @@ def make_drafter_folder(tmp_path_factory, target_cfg):
 
     @functools.cache
     def make(kind="llama", own_embedding=True, own_head=True, **changes):
-        cfg = tiny_drafter_config(kind, target_cfg, **changes)
+        # Sizes that eight devices divide, so that one and eight run the same drafter.
+        sizes = {"num_attention_heads": 8, "intermediate_size": 64}
+        sizes |= {"num_key_value_heads": 8} if kind == "llama" else {}
+        cfg = tiny_drafter_config(kind, target_cfg, **sizes | changes)
         folder = tmp_path_factory.mktemp("drafter")
         write_random_drafter(folder, cfg, own_embedding=own_embedding, own_head=own_head)
         return folder, cfg

@@ -1,5 +1,7 @@
 """Acceptance on hand-made logits: exact choices, and exact distributions by count."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -64,8 +66,8 @@ def test_sampled_acceptance_is_greedy_at_temperature_zero():
     state = state_of([SamplingParams()])
     for drafts, num in (([1, 2], 3), ([1, 0], 2), ([0, 2], 1)):
         q = jnp.where(one_hot_logits([drafts]) > 0, 0.0, -jnp.inf)
-        chosen, counts = accept_sampled(
-            one_hot_logits([[1, 2, 3]]), jnp.asarray([drafts], jnp.int32), q, state, WHOLE
+        chosen, counts = jax.jit(accept_sampled, static_argnames="rules")(
+            one_hot_logits([[1, 2, 3]]), jnp.asarray([drafts], jnp.int32), q, state, rules=WHOLE
         )
         assert counts.tolist() == [num]
         assert chosen.token[0, :num].tolist() == [1, 2, 3][:num]
@@ -73,6 +75,25 @@ def test_sampled_acceptance_is_greedy_at_temperature_zero():
 
 TARGET = np.array([[1.0, 0.2, -0.5, 0.1], [0.0, 1.5, 0.3, -1.0], [0.4, -0.2, 0.9, 0.0]], np.float32)
 DRAFTER = np.array([[0.2, 1.1, 0.0, -2.0], [1.0, 0.1, 0.4, 0.3]], np.float32)
+
+
+@functools.partial(jax.jit, static_argnames="is_sampled")
+def emitted(state: DecodeState, *, is_sampled: bool) -> tuple[jax.Array, jax.Array]:
+    """Tokens and counts of one cycle of every row, one program for all options."""
+    logits = jnp.broadcast_to(jnp.asarray(TARGET), (ROWS, K + 1, V))
+    if not is_sampled:
+        best = jnp.broadcast_to(jnp.asarray(DRAFTER).argmax(-1).astype(jnp.int32), (ROWS, K))
+        chosen, counts = accept_equal(logits, best, state, WHOLE)
+        return chosen.token, counts
+
+    def draft(k: int) -> tuple[jax.Array, jax.Array]:
+        q = filter_logits(jnp.broadcast_to(jnp.asarray(DRAFTER[k]), (ROWS, V)), state.sampling)
+        positions = state.lengths + k
+        return sample_tokens(q, sampling=state.sampling, positions=positions, use=DRAFT_USE), q
+
+    drafts, q = (jnp.stack(part, axis=1) for part in zip(*map(draft, range(K)), strict=True))
+    chosen, counts = accept_sampled(logits, drafts, q, state, WHOLE)
+    return chosen.token, counts
 
 
 @pytest.mark.parametrize(
@@ -92,34 +113,7 @@ def test_the_distribution_is_that_of_plain_sampling(options, is_sampled):
     state = jax.tree.map(lambda x: jnp.repeat(x, ROWS // 8, axis=0), state)
     seeds = np.random.default_rng(0).integers(0, 2**32, (ROWS, 2), np.uint32)
     state = replace(state, sampling=replace(state.sampling, seed=jnp.asarray(seeds)))
-    logits = jnp.broadcast_to(jnp.asarray(TARGET), (ROWS, K + 1, V))
-
-    @jax.jit
-    def run(state):
-        if not is_sampled:
-            best = jnp.broadcast_to(jnp.asarray(DRAFTER).argmax(-1).astype(jnp.int32), (ROWS, K))
-            chosen, counts = accept_equal(logits, best, state, WHOLE)
-            return chosen.token, counts, filter_logits(logits[:, 0], state.sampling)
-        q = jnp.stack(
-            [
-                filter_logits(jnp.broadcast_to(jnp.asarray(DRAFTER[k]), (ROWS, V)), state.sampling)
-                for k in range(K)
-            ],
-            axis=1,
-        )
-        drafts = jnp.stack(
-            [
-                sample_tokens(
-                    q[:, k], sampling=state.sampling, positions=state.lengths + k, use=DRAFT_USE
-                )
-                for k in range(K)
-            ],
-            axis=1,
-        )
-        chosen, counts = accept_sampled(logits, drafts, q, state, WHOLE)
-        return chosen.token, counts, filter_logits(logits[:, 0], state.sampling)
-
-    token, counts, _ = map(np.asarray, run(state))
+    token, counts = map(np.asarray, emitted(state, is_sampled=is_sampled))
     rows = repeat_rows(make_sampling_state(params[:1], V), K + 1)
     expected = np.asarray(jax.nn.softmax(filter_logits(jnp.asarray(TARGET), rows), axis=-1))
     for place in range(K + 1):

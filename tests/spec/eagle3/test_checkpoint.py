@@ -8,33 +8,14 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from make_random_drafter import random_drafter, tiny_drafter_config, write_random_drafter
+from spec_options import TARGET
 
 from kimi_jax.checkpoint.writer import write_checkpoint
-from kimi_jax.config import ModelConfig, RopeConfig
 from spec.eagle3 import checkpoint
 from spec.eagle3.checkpoint import MAP, check_target, open_drafter, write_drafter
 from spec.eagle3.config import DrafterConfig, DrafterError
 
-V, D = 128, 64
-TARGET = ModelConfig(
-    vocab_size=V,
-    hidden_size=D,
-    num_hidden_layers=3,
-    first_k_dense_replace=1,
-    intermediate_size=96,
-    moe_intermediate_size=32,
-    n_routed_experts=4,
-    n_shared_experts=1,
-    num_experts_per_tok=2,
-    num_attention_heads=4,
-    q_lora_rank=24,
-    kv_lora_rank=16,
-    qk_nope_head_dim=8,
-    qk_rope_head_dim=4,
-    v_head_dim=8,
-    max_position_embeddings=128,
-    rope=RopeConfig(),
-)
+V, D = TARGET.vocab_size, TARGET.hidden_size
 KINDS = pytest.mark.parametrize("kind", ["llama", "mla"])
 W = V // 4
 

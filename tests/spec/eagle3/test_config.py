@@ -5,8 +5,9 @@ import logging
 
 import pytest
 from make_random_drafter import tiny_drafter_config
+from spec_options import TARGET
 
-from kimi_jax.config import ModelConfig, RopeConfig
+from kimi_jax.config import RopeConfig
 from spec.eagle3.config import DrafterConfig, DrafterError
 
 # AQ-MedAI/Kimi-K25-eagle3.
@@ -76,25 +77,6 @@ MLA = {
     "vocab_size": 163840,
 }
 PUBLISHED = {"llama": LLAMA, "mla": MLA}
-TARGET = ModelConfig(
-    vocab_size=128,
-    hidden_size=64,
-    num_hidden_layers=3,
-    first_k_dense_replace=1,
-    intermediate_size=96,
-    moe_intermediate_size=32,
-    n_routed_experts=4,
-    n_shared_experts=1,
-    num_experts_per_tok=2,
-    num_attention_heads=4,
-    q_lora_rank=24,
-    kv_lora_rank=16,
-    qk_nope_head_dim=8,
-    qk_rope_head_dim=4,
-    v_head_dim=8,
-    max_position_embeddings=128,
-    rope=RopeConfig(factor=4.0, mscale_all_dim=1.0, original_max_position_embeddings=32),
-)
 
 
 def read(data: dict, num_target_layers: int = 61, **kwargs) -> DrafterConfig:
