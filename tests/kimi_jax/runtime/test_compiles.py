@@ -84,7 +84,7 @@ def test_a_cold_program_is_named_once(make_llm, caplog, monkeypatch, ids, on):
     [record] = caplog.records
     assert record.levelname == "WARNING"
     assert "compiling" in record.message and "prefill" in record.message
-    assert "64" in record.message
+    assert "128" in record.message
 
 
 def test_params_are_no_part_of_a_program(llm, ids):
