@@ -7,8 +7,11 @@
 
 What it does: loads a checkpoint, streams the new text to stdout as it comes (after the prompt, if
 it is a completion), and ends stdout with one JSON line: the text, its token ids, how it finished,
-what it cost, and the conditions it ran under. The bundled demo takes about 15 s on two CPU cores,
-nearly all of it compiling, which `tokens_per_second` includes when `compiles` is not zero.
+what it cost, and the conditions it ran under. With a drafter also how many drafts were kept, and
+`break_even`: the tokens a cycle must give to be as fast as plain decoding, from the times of a
+cycle and of a plain step, which are measured after the text. The bundled demo takes about 15 s on
+two CPU cores, nearly all of it compiling, which `tokens_per_second` includes when `compiles` is not
+zero.
 
 Progress and errors go to stderr. Exit status: 0, 1 when the checkpoint, mesh or prompt cannot be
 used, 2 when an option is wrong. `--mesh` on a CPU runs on as many simulated devices.
@@ -37,15 +40,16 @@ import jax
 from kimi_jax import DEMO, LLM, Result, SamplingParams
 from kimi_jax.checkpoint.reader import CheckpointError, resolve
 from kimi_jax.runtime.conditions import conditions
-from kimi_jax.runtime.decode import MAX_DRAFT_TOKENS
+from kimi_jax.runtime.decode import MAX_DRAFT_DEPTH
 from kimi_jax.runtime.flags import set_host_device_count
 from kimi_jax.runtime.llm import DTYPES, INSTANT_SAMPLING, THINKING_SAMPLING
 from kimi_jax.runtime.mesh import MeshError, parse_mesh
 from kimi_jax.runtime.replies import Piece
 from kimi_jax.runtime.sampling import MIN_TEMPERATURE
 from kimi_jax.text.messages import ChatError, normalize_tools
-from spec import Eagle3Drafter
-from spec.drafter import DEFAULT_DRAFT_TOKENS
+from spec import DynamicTree, load_drafter
+from spec.drafter import AUTO, DEFAULT_DRAFT_TOKENS, Eagle3Drafter
+from spec.economics import break_even
 
 MOST_SIMULATED_DEVICES = 64
 
@@ -73,13 +77,27 @@ def make_parser() -> argparse.ArgumentParser:
     speculation = parser.add_argument_group("speculation")
     add_speculation = speculation.add_argument
     add_speculation(
-        "--drafter", help="an EAGLE-3 drafter's folder or hub id; default: plain decoding"
+        "--drafter",
+        default="none",
+        help="an EAGLE-3 drafter's folder or hub id; default: none, plain decoding",
     )
     add_speculation(
-        "--num-draft-tokens",
-        metavar="K[,K...]",
-        help=f"tokens drafted a cycle, 0 to {MAX_DRAFT_TOKENS}; of several, blocks use the fastest "
-        f"(default: {DEFAULT_DRAFT_TOKENS})",
+        "--draft-tokens",
+        metavar="K",
+        help=f"tokens drafted a cycle, 0 to {MAX_DRAFT_DEPTH}, or auto: whichever number is "
+        f"fastest (default: {DEFAULT_DRAFT_TOKENS})",
+    )
+    add_speculation(
+        "--tree",
+        metavar="M,DEPTH,TOP_K",
+        help="draft the M likeliest nodes of a tree so deep and wide, in place of a chain",
+    )
+    add_speculation(
+        "--lossy-threshold",
+        type=float,
+        metavar="P",
+        help="keep every draft to which the model gives at least this probability: more are kept, "
+        "and the text is no longer the model's own; default: off",
     )
     add_speculation(
         "--taps",
@@ -167,26 +185,38 @@ def check(args: argparse.Namespace) -> Job:
 
 
 def _drafter(args: argparse.Namespace) -> Eagle3Drafter | None:
-    if args.drafter is None:
+    if args.drafter == "none":
         given = {
-            "--num-draft-tokens": args.num_draft_tokens is not None,
+            "--draft-tokens": args.draft_tokens is not None,
+            "--tree": args.tree is not None,
+            "--lossy-threshold": args.lossy_threshold is not None,
             "--sample-drafts": args.sample_drafts,
             "--taps": args.taps is not None,
         }
         if names := [name for name, is_given in given.items() if is_given]:
             raise ValueError(f"only with --drafter: {', '.join(names)}")
         return None
-    choices = _numbers("--num-draft-tokens", args.num_draft_tokens) or (DEFAULT_DRAFT_TOKENS,)
-    if max(choices) > MAX_DRAFT_TOKENS:
-        raise ValueError(
-            f"--num-draft-tokens is {args.num_draft_tokens}, expected 0 to {MAX_DRAFT_TOKENS}"
-        )
-    if args.sample_drafts and sampling_params(args).temperature < MIN_TEMPERATURE:
-        raise ValueError("only with a --temperature over 0: --sample-drafts")
-    return Eagle3Drafter(
+    if sampling_params(args).temperature < MIN_TEMPERATURE:
+        given = {
+            "--sample-drafts": args.sample_drafts,
+            "--lossy-threshold": args.lossy_threshold is not None,
+        }
+        if names := [name for name, is_given in given.items() if is_given]:
+            raise ValueError(f"only with a --temperature over 0: {', '.join(names)}")
+    K = args.draft_tokens
+    if K is not None and K != AUTO:
+        if not K.isdecimal() or int(K) > MAX_DRAFT_DEPTH:
+            raise ValueError(f"--draft-tokens is {K!r}, expected 0 to {MAX_DRAFT_DEPTH}, or {AUTO}")
+        K = int(K)
+    tree = _numbers("--tree", args.tree)
+    if tree is not None and len(tree) != 3:
+        raise ValueError(f"--tree is {args.tree!r}, expected nodes,depth,top_k such as 8,4,2")
+    return load_drafter(
         args.drafter,
-        num_draft_tokens=choices,
+        num_draft_tokens=K,
+        tree=None if tree is None else DynamicTree(*tree),
         sample_drafts=args.sample_drafts,
+        lossy_threshold=args.lossy_threshold,
         taps=_numbers("--taps", args.taps),
     )
 
@@ -327,7 +357,7 @@ def report(args: argparse.Namespace, job: Job, llm: LLM, result: Result) -> dict
         "finish_reason": result.finish_reason,
         **dataclasses.asdict(result.usage),
         **dataclasses.asdict(result.timings),
-        "speculation": _speculation(result),
+        **_speculation(llm, result),
         "load_seconds": llm.load_seconds,
         "conditions": conditions(
             model=args.model,
@@ -345,14 +375,21 @@ def report(args: argparse.Namespace, job: Job, llm: LLM, result: Result) -> dict
     }
 
 
-def _speculation(result: Result) -> dict[str, Any] | None:
+def _speculation(llm: LLM, result: Result) -> dict[str, Any]:
+    """What drafting did and cost; null without a drafter."""
     told = result.speculation
     if told is None:
-        return None
-    return dataclasses.asdict(told) | {
-        "accepted": told.accepted,
+        names = ("drafted", "accepted_by_depth", "acceptance_rate", "tokens_per_cycle")
+        return dict.fromkeys((*names, "ms_per_cycle", "ms_per_step", "break_even"))
+    cycle, step = llm.cycle_cost(result.usage.prompt_tokens + result.usage.new_tokens)
+    return {
+        "drafted": told.drafted,
+        "accepted_by_depth": told.accepted_by_depth,
         "acceptance_rate": told.acceptance_rate,
         "tokens_per_cycle": told.tokens_per_cycle,
+        "ms_per_cycle": 1e3 * cycle,
+        "ms_per_step": 1e3 * step,
+        "break_even": break_even(cycle, step),
     }
 
 

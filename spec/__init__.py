@@ -1,5 +1,6 @@
 """Speculative decoding with EAGLE-3 drafters, built on `kimi_jax`."""
 
-from spec.drafter import Eagle3Drafter
+from spec.drafter import load_drafter
+from spec.tree import DynamicTree, StaticTree
 
-__all__ = ["Eagle3Drafter"]
+__all__ = ["DynamicTree", "StaticTree", "load_drafter"]

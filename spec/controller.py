@@ -1,70 +1,133 @@
-"""How many tokens to draft, chosen between blocks from what blocks cost and gave."""
+"""What to draft, chosen between blocks from what cycles cost and how many drafts stand."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-PROBE_EVERY = 8
-"""Blocks after which the lengths that lost are tried again: text changes, and so does what pays."""
+from kimi_jax.runtime.engine import BlockReport, Proposal
+from spec.economics import expected_tokens_per_cycle
+from spec.tree import Chain, StaticTree
 
-LEAST_CYCLES = 4
+HYSTERESIS = 1.03
+"""How much faster another length must promise to be before it is taken."""
+
+PROBE_CYCLES = 4
+"""Cycles of a block that only looks how many drafts would stand now."""
+
+FIRST_WAIT, LAST_WAIT = 4, 16
+"""Blocks between probes; the wait doubles each time nothing comes of one."""
+
+MEMORY_CYCLES = 64
+"""Cycles over which acceptance is remembered: what is older counts less and less."""
+
+COST_SMOOTHING = 0.25
+"""Weight of a whole block in a length's running cost."""
+
+MANY = 1 << 16
+"""More cycles than a block holds."""
+
+LEAST_CYCLES = 7
 """Shorter blocks, as at the start of a stream, cost mostly their call and teach nothing."""
 
-SMOOTHING = 0.5
-"""Weight of a new block in a length's running figures."""
 
+class FixedProposal:
+    """Always the same, and nothing once every live row has passed the drafter's own positions."""
 
-class FixedLength:
-    """Always K, and 0 once every live row has passed the drafter's own position limit."""
-
-    def __init__(self, num_draft_tokens: int, max_length: int):
-        self._num_draft_tokens = num_draft_tokens
+    def __init__(self, proposal: Proposal, max_length: int):
+        self._proposal = proposal
         self._max_length = max_length
 
-    def choose(self, lengths: Sequence[int]) -> int:
-        """K or 0; `lengths` are those of live rows."""
-        is_past = all(n + self._num_draft_tokens > self._max_length for n in lengths)
-        return 0 if is_past else self._num_draft_tokens
+    def choose(self, lengths: Sequence[int]) -> tuple[Proposal, int]:
+        """The proposal or `Chain(0)`; `lengths` are those of live rows."""
+        is_past = all(n + self._proposal.depth > self._max_length for n in lengths)
+        return (Chain(0) if is_past else self._proposal), MANY
 
-    def observe(self, num_draft_tokens: int, cycles: int, tokens: float, seconds: float) -> None:
+    def observe(self, report: BlockReport) -> None:
         """Nothing to learn."""
 
+    def calibrate(self, seconds: Mapping[Any, float]) -> None:
+        """Nothing to choose from."""
 
-class FastestLength:
-    """The length whose blocks gave most tokens a second, the others tried again now and then.
 
-    Every length is tried once at the start, the longest first, and one that lost once every
-    `PROBE_EVERY` blocks, so a drafter that does not pay costs about one block in eight. It is kept
-    from request to request.
+class AdaptiveLength:
+    """The draft length that promises most tokens a second; kept from request to request.
+
+    The promise of K is `expected_tokens_per_cycle` of the acceptance seen so far over the seconds a
+    cycle costs, from warm-up or the first blocks and then from every block. Lengths whose cost is
+    unknown are tried once, the longest first. What shorter lengths do not show is looked at again
+    in short blocks of the longest, ever more rarely if nothing comes of it: a drafter that is never
+    right costs a hundredth of the tokens.
+
+    Args:
+        lengths: K to choose from; 0 is among them whether named or not.
+        max_length: the drafter's own positions: 0 past them.
     """
 
     def __init__(self, lengths: Sequence[int], max_length: int):
-        self._lengths = sorted(lengths, reverse=True)
+        self._lengths = sorted({0, *lengths}, reverse=True)
         self._max_length = max_length
-        self._rates: dict[int, float] = {}
-        self._since_probe = 0
-        self._next_probe = 0
+        self._seconds: dict[int, float] = {}
+        # Of drafts at each depth, those reached (all before them stood) and those that stood.
+        self._reached = [0.0] * self._lengths[0]
+        self._stood = [0.0] * self._lengths[0]
+        self._current = self._lengths[0]
+        self._blocks_left = FIRST_WAIT
+        self._wait = FIRST_WAIT
 
-    def choose(self, lengths: Sequence[int]) -> int:
-        """One of the lengths given at the start, 0 past the drafter's own position limit."""
-        if all(n + self._lengths[0] > self._max_length for n in lengths):
-            return 0
-        untried = [k for k in self._lengths if k not in self._rates]
-        if untried:
-            return untried[0]
-        best = max(self._rates, key=self._rates.__getitem__)
-        self._since_probe += 1
-        if self._since_probe < PROBE_EVERY:
-            return best
-        self._since_probe = 0
-        others = [k for k in self._lengths if k != best]
-        if not others:
-            return best
-        self._next_probe += 1
-        return others[self._next_probe % len(others)]
+    def choose(self, lengths: Sequence[int]) -> tuple[StaticTree, int]:
+        """A chain of one of the lengths, and the cycles to run it for."""
+        longest = self._lengths[0]
+        if all(n + longest > self._max_length for n in lengths):
+            return Chain(0), MANY
+        untried = [k for k in self._lengths if k not in self._seconds]
+        if untried or (longest and not self._reached[0]):
+            return Chain(untried[0] if untried else longest), 2 * PROBE_CYCLES
+        before, self._current = self._current, self._best()
+        if self._current != before:
+            self._wait = FIRST_WAIT
+            self._blocks_left = self._wait
+        if self._current == longest:
+            return Chain(longest), MANY
+        self._blocks_left -= 1
+        if self._blocks_left <= 0:
+            self._wait = min(2 * self._wait, LAST_WAIT)
+            self._blocks_left = self._wait
+            return Chain(longest), PROBE_CYCLES
+        return Chain(self._current), MANY
 
-    def observe(self, num_draft_tokens: int, cycles: int, tokens: float, seconds: float) -> None:
-        """Takes a block in: tokens a row gained over its seconds."""
-        if cycles < LEAST_CYCLES or seconds <= 0:
-            return
-        rate = tokens / seconds
-        old = self._rates.get(num_draft_tokens, rate)
-        self._rates[num_draft_tokens] = old + SMOOTHING * (rate - old)
+    def observe(self, report: BlockReport) -> None:
+        """Takes a block in: its cost, and which drafts stood."""
+        K = report.proposal.num_draft_tokens
+        is_new = K not in self._seconds and report.cycles > 0
+        if report.is_timed and (is_new or report.cycles >= LEAST_CYCLES):
+            each = report.seconds / report.cycles
+            old = self._seconds.get(K, each)
+            self._seconds[K] = old + COST_SMOOTHING * (each - old)
+        # Also where nothing was drafted the text has gone on, and what stood before tells less.
+        fade = max(0.5, 1 - report.row_cycles / MEMORY_CYCLES)
+        self._reached = [fade * x for x in self._reached]
+        self._stood = [fade * x for x in self._stood]
+        reached = report.row_cycles
+        for depth in range(K):
+            stood = min(report.accepted_by_depth[depth], reached)
+            self._reached[depth] += reached
+            self._stood[depth] += stood
+            reached = stood
+
+    def calibrate(self, seconds: Mapping[Any, float]) -> None:
+        """Takes in what cycles cost on this machine."""
+        self._seconds |= {proposal.num_draft_tokens: each for proposal, each in seconds.items()}
+
+    @property
+    def acceptance(self) -> list[float]:
+        """The chance that a draft stands if all before it do, by depth; 0 where none was seen."""
+        pairs = zip(self._stood, self._reached, strict=True)
+        return [stood / reached if reached else 0.0 for stood, reached in pairs]
+
+    def _best(self) -> int:
+        promise = {
+            K: expected_tokens_per_cycle(self.acceptance[:K]) / self._seconds[K]
+            for K in self._lengths
+        }
+        best = max(promise, key=promise.__getitem__)
+        current = promise.get(self._current, 0.0)
+        return best if promise[best] > HYSTERESIS * current else self._current

@@ -1,12 +1,12 @@
 """A speculative cycle as a step: draft, verify, accept and catch up, in one program.
 
-    draft     K tokens from what the drafter carried
+    draft     a chain or tree of tokens from what the drafter carried
     verify    the target over the newest token and the drafts, its taps from the same forward
-    accept    the drafts that stand and one token more
-    extend    the drafter over the same rows, with the target's true features
+    accept    the drafts that stand and one token more; of a tree, their cache rows close ranks
+    extend    the drafter over the accepted rows, with the target's true features
 
 Fixed shapes, nothing read back: rejected rows of either cache are written over by the next cycle.
-K = 0 is plain decoding that keeps the drafter's cache in step, at the cost of one drafter row.
+`Chain(0)` is plain decoding that keeps the drafter's cache in step, at the cost of one drafter row.
 """
 
 import jax.numpy as jnp
@@ -14,10 +14,13 @@ from flax import nnx
 
 from kimi_jax.axes import Rules, replace
 from kimi_jax.model import transformer
+from kimi_jax.model.attention import TreeRows
+from kimi_jax.model.cache import LatentCache, move_rows
 from kimi_jax.runtime.decode import DecodeState, Step, Weights, append
 from spec import draft
 from spec.eagle3.config import DrafterConfig
-from spec.verify import accept_equal, accept_sampled
+from spec.tree import Shape, StaticTree, ancestors
+from spec.verify import accept_equal, accept_lossy, accept_sampled
 
 
 def speculative_step(
@@ -26,61 +29,72 @@ def speculative_step(
     cfg: DrafterConfig,
     *,
     taps: tuple[int, ...],
-    num_draft_tokens: int,
+    shape: Shape,
     is_sampled: bool = False,
+    lossy_threshold: float | None = None,
     rules: Rules,
 ) -> Step:
-    """The step of one K; its weights are (the target's, the drafter's) `nnx.State`s.
+    """The step of one shape; its weights are (the target's, the drafter's) `nnx.State`s.
 
     Args:
         taps: the target's streams the drafter reads.
         is_sampled: drafts are drawn from the drafter's distribution, not its most likely tokens.
+        lossy_threshold: see `accept_lossy`; None is exact.
     """
 
     def step(weights: Weights, state: DecodeState) -> DecodeState:
         target = nnx.merge(graph, weights[0])
         model = nnx.merge(drafter_graph, weights[1])
-        drafts, own_cache = draft.draft_chain(
-            model,
-            cfg,
-            target,
-            state,
-            num_draft_tokens=num_draft_tokens,
-            is_sampled=is_sampled,
-            rules=rules,
+        drafts, own_cache = draft.propose(
+            model, cfg, target, state, shape, is_sampled=is_sampled, rules=rules
         )
         newest = state.lengths - 1
         first = jnp.take_along_axis(state.tokens, newest[:, None], axis=1)
         tokens = jnp.concatenate([first, drafts.tokens], axis=1)
-        positions = newest[:, None] + jnp.arange(num_draft_tokens + 1, dtype=jnp.int32)
+        tree, depths = None, jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        if not shape.is_chain:
+            mask = ancestors(drafts.parents, shape.depth)
+            tree = TreeRows(first=newest, mask=mask)
+            depths = jnp.sum(mask, axis=-1, dtype=jnp.int32) - 1
         out = transformer.forward(
             target,
             tokens,
-            positions,
+            newest[:, None] + depths,
             state.cache,
             is_real=jnp.broadcast_to(state.live[:, None], tokens.shape),
             taps=taps,
+            tree=tree,
             rules=rules,
         )
         logits_f32 = transformer.logits(target, out.hidden)
-        if drafts.logits_f32 is None:
-            chosen, counts = accept_equal(logits_f32, drafts.tokens, state, rules)
-        else:
-            chosen, counts = accept_sampled(
-                logits_f32, drafts.tokens, drafts.logits_f32, state, rules
+        if lossy_threshold is not None:
+            accepted = accept_lossy(
+                logits_f32, drafts, shape, state, rules, threshold=lossy_threshold
             )
+        elif is_sampled:
+            assert isinstance(shape, StaticTree)
+            accepted = accept_sampled(logits_f32, drafts, shape, state, rules)
+        else:
+            accepted = accept_equal(logits_f32, drafts, shape, state, rules)
+        true_taps, cache, path = out.taps, out.cache, accepted.path
+        assert cache is not None
+        if not shape.is_chain:
+            true_taps = tuple(jnp.take_along_axis(x, path[:, :, None], axis=1) for x in true_taps)
+            layers = tuple(move_rows(x, path[:, 1:], newest, 1) for x in cache.layers)
+            cache = LatentCache(layers=layers)
         own = draft.extend(
             model,
             cfg,
             target,
             own_cache,
-            taps=out.taps,
-            next_tokens=chosen.token,
-            positions=positions,
-            num_true=counts,
+            taps=true_taps,
+            next_tokens=accepted.chosen.token,
+            positions=newest[:, None] + jnp.arange(shape.depth + 1, dtype=jnp.int32),
+            num_true=accepted.counts,
             rules=rules,
         )
-        state = replace(state, cache=out.cache, drafter=own)
-        return append(state, chosen, counts, num_drafted=num_draft_tokens)
+        state = replace(state, cache=cache, drafter=own)
+        num_drafted = shape.num_draft_tokens
+        return append(state, accepted.chosen, accepted.counts, num_drafted=num_drafted)
 
     return step

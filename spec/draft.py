@@ -1,21 +1,32 @@
-"""Drafting a chain of tokens, and keeping the drafter's cache true to the target's."""
-
-from typing import NamedTuple
+"""Drafting a proposal, and keeping the drafter's cache true to the target's."""
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 
 from kimi_jax.axes import Rules, pytree_dataclass
+from kimi_jax.model.attention import TreeRows
 from kimi_jax.model.transformer import Kimi
 from kimi_jax.runtime.decode import Chunk, DecodeState
-from kimi_jax.runtime.sampling import argmax_tokens, filter_logits, gather_vocab, sample_tokens
+from kimi_jax.runtime.sampling import (
+    Axis,
+    SamplingState,
+    add_noise,
+    argmax_tokens,
+    filter_logits,
+    gather_vocab,
+    repeat_rows,
+    top_tokens,
+)
 from spec.eagle3 import model as eagle3
 from spec.eagle3.config import DrafterConfig
 from spec.eagle3.model import Cache, Eagle3
+from spec.tree import Drafts, DynamicTree, Shape, StaticTree
 
 DRAFT_USE = 2
-"""Of the random draws at one position (`position_keys`), the one that samples a draft."""
+"""Of the random draws at one position (`position_keys`), those that sample drafts: this one for the
+root's children, and every second one from here for those of the other rows."""
 
 
 @pytree_dataclass
@@ -30,66 +41,182 @@ class DraftState:
     carried: Float[Array, "B D"]
 
 
-class Drafts(NamedTuple):
-    """Proposed target ids, and for sampled ones the logits of the distribution they come from."""
-
-    tokens: Int32[Array, "B K"]
-    logits_f32: Float32[Array, "B K V"] | None
-
-
-def draft_chain(
+def propose(
     model: Eagle3,
     cfg: DrafterConfig,
     target: Kimi,
     state: DecodeState,
+    shape: Shape,
     *,
-    num_draft_tokens: int,
     is_sampled: bool,
     rules: Rules,
 ) -> tuple[Drafts, Cache]:
-    """K tokens a row, one after the other, and the drafter's cache with their temporary rows.
+    """Drafts of this shape for every row, and the drafter's cache with their temporary rows.
 
-    Each is the drafter's most likely token, or with `is_sampled` a draw from its distribution under
-    the row's temperature and filters (a greedy row still takes the most likely one).
+    A node's children are the drafter's most likely tokens, or with `is_sampled` draws without
+    replacement from its distribution under the row's temperature and filters (greedy rows still
+    take the most likely ones). A dynamic tree is never sampled.
     """
-    own: DraftState = state.drafter
-    carried, cache = own.carried, own.cache
-    # Row n-1 gives the first draft; the draft in place k-1 makes row n-1+k, which gives the next.
-    last = state.lengths - 2
+    rows = _Rows(model, cfg, target, state, rules)
+    with jax.named_scope("draft"):
+        if isinstance(shape, DynamicTree):
+            assert not is_sampled
+            return _propose_dynamic(rows, shape)
+        return _propose_static(rows, shape, is_sampled=is_sampled)
+
+
+class _Rows:
+    """The drafter as drafting runs it: one depth of the tree after the other.
+
+    The row before the first draft gives it; a node at depth d makes a row at position n - 1 + d,
+    which gives its children. Their cache slots begin at n, one after the other.
+    """
+
+    def __init__(
+        self, model: Eagle3, cfg: DrafterConfig, target: Kimi, state: DecodeState, rules: Rules
+    ):
+        self.model, self.cfg, self.target, self.rules = model, cfg, target, rules
+        self.state = state
+        own: DraftState = state.drafter
+        self.cache = own.cache
+        self.root = own.carried[:, None]
+
+    def logits(self, carried: Float[Array, "B X D"]) -> Float32[Array, "BX W"]:
+        """Of each running row's children, this device's part."""
+        flat = carried.reshape(-1, carried.shape[-1])
+        return eagle3.draft_logits(self.model, self.cfg, flat, self.target)
+
+    def target_ids(self, draft_ids: Int32[Array, "BX *rest"]) -> Int32[Array, "BX *rest"]:
+        return eagle3.to_target_ids(self.model, draft_ids)
+
+    def run(
+        self,
+        carried: Float[Array, "B X D"],
+        tokens: Int32[Array, "B X"],
+        depth: int,
+        mask: Array | None,
+    ) -> Float[Array, "B X D"]:
+        """Runs nodes of one depth; `mask` as in `TreeRows`, None for the only node of a chain."""
+        first = self.state.lengths - 1
+        positions = jnp.broadcast_to((first + (depth - 1))[:, None], tokens.shape)
+        rows, self.cache = eagle3.forward(
+            self.model,
+            self.cfg,
+            carried,
+            tokens,
+            positions,
+            self.cache,
+            self.target,
+            rules=self.rules,
+            tree=None if mask is None else TreeRows(first=first, mask=mask),
+        )
+        return rows
+
+
+def _propose_static(rows: _Rows, shape: StaticTree, *, is_sampled: bool) -> tuple[Drafts, Cache]:
+    B = rows.root.shape[0]
+    carried, running = rows.root, np.zeros((1,), np.int32)
+    mask = np.zeros((1, 0), np.bool_)
     tokens: list[jax.Array] = []
     kept_logits: list[jax.Array] = []
-    with jax.named_scope("draft"):
-        for k in range(num_draft_tokens):
-            if k:
-                rows, cache = eagle3.forward(
-                    model,
-                    cfg,
-                    carried[:, None],
-                    tokens[-1][:, None],
-                    (last + k)[:, None],
-                    cache,
-                    target,
-                    rules=rules,
-                )
-                carried = rows[:, 0]
-            logits_f32 = eagle3.draft_logits(model, cfg, carried, target)
-            axis = rules.mesh_axes("W")
-            if is_sampled:
-                whole = gather_vocab(logits_f32, axis)
-                whole = eagle3.to_target_logits(model, whole, cfg.vocab_size)
-                filtered = filter_logits(whole, state.sampling)
-                kept_logits.append(filtered)
-                positions = state.lengths + k
-                tokens.append(
-                    sample_tokens(
-                        filtered, sampling=state.sampling, positions=positions, use=DRAFT_USE
-                    )
-                )
-            else:
-                tokens.append(eagle3.to_target_ids(model, argmax_tokens(logits_f32, axis)))
-    B = state.lengths.shape[0]
-    stacked = jnp.stack(tokens, axis=1) if tokens else jnp.zeros((B, 0), jnp.int32)
-    return Drafts(stacked, jnp.stack(kept_logits, axis=1) if kept_logits else None), cache
+    for depth, level in enumerate(shape.levels(), start=1):
+        logits_f32 = rows.logits(carried)
+        width = int(level.rank.max()) + 1
+        if is_sampled:
+            children, filtered = _draw(rows, logits_f32, width, depth, running)
+            kept_logits.append(filtered.reshape(B, -1, filtered.shape[-1]))
+        else:
+            children = rows.target_ids(_best(logits_f32, width, rows.rules.mesh_axes("W")))
+        children = children.reshape(B, -1, width)
+        tokens.append(children[:, level.parent, level.rank])
+        if not level.running.size:
+            break
+        above = level.parent[level.running]
+        mask = np.concatenate([mask[above], np.eye(len(above), dtype=np.bool_)], axis=1)
+        carried = rows.run(
+            carried[:, above],
+            tokens[-1][:, level.running],
+            depth,
+            None if shape.is_chain else jnp.broadcast_to(jnp.asarray(mask), (B, *mask.shape)),
+        )
+        running = level.rows[level.running]
+    drafts = Drafts(
+        tokens=jnp.concatenate(tokens, axis=1) if tokens else jnp.zeros((B, 0), jnp.int32),
+        parents=jnp.broadcast_to(jnp.asarray(shape.parents), (B, shape.num_draft_tokens)),
+        logits_f32=jnp.concatenate(kept_logits, axis=1) if kept_logits else None,
+    )
+    return drafts, rows.cache
+
+
+def _draw(
+    rows: _Rows, logits_f32: Float32[Array, "BX W"], width: int, depth: int, running: np.ndarray
+) -> tuple[Int32[Array, "BX width"], Float32[Array, "BX V"]]:
+    """Children drawn without replacement, and the logits of the distribution of the first draw.
+
+    Gumbel-top-k (arXiv 1903.06059): the largest of logits plus noise, in order, are such draws.
+    """
+    state, X = rows.state, len(running)
+    whole = gather_vocab(logits_f32, rows.rules.mesh_axes("W"))
+    whole = eagle3.to_target_logits(rows.model, whole, rows.cfg.vocab_size)
+    sampling: SamplingState = repeat_rows(state.sampling, X)
+    filtered = filter_logits(whole, sampling)
+    positions = jnp.repeat(state.lengths + (depth - 1), X)
+    use = jnp.tile(jnp.asarray(DRAFT_USE + 2 * running), state.lengths.shape[0])
+    noisy = add_noise(filtered, sampling=sampling, positions=positions, use=use)
+    is_sampled = (sampling.temperature > 0)[:, None]
+    return _best(jnp.where(is_sampled, noisy, whole), width), filtered
+
+
+def _best(x_f32: Float32[Array, "X V"], width: int, axis: Axis = None) -> Int32[Array, "X width"]:
+    if width == 1:
+        return argmax_tokens(x_f32, axis)[:, None]
+    return top_tokens(x_f32, width, axis)[0]
+
+
+def _propose_dynamic(rows: _Rows, shape: DynamicTree) -> tuple[Drafts, Cache]:
+    B, k = rows.root.shape[0], shape.top_k
+    carried, scores = rows.root, jnp.zeros((B, 1), jnp.float32)
+    # Of each node that runs: its place among all candidates (-1 is the root), and what it sees.
+    node = jnp.full((B, 1), -1, jnp.int32)
+    mask = jnp.zeros((B, 1, 0), jnp.bool_)
+    all_scores: list[jax.Array] = []
+    all_tokens: list[jax.Array] = []
+    all_parents: list[jax.Array] = []
+    for depth in range(1, shape.depth + 1):
+        logits_f32 = rows.logits(carried)
+        ids, top, total = top_tokens(logits_f32, k, rows.rules.mesh_axes("W"))
+        tokens = rows.target_ids(ids).reshape(B, -1)
+        grown = (scores[:, :, None] + (top - total).reshape(B, -1, k)).reshape(B, -1)
+        base = sum(part.shape[1] for part in all_scores)
+        all_scores.append(grown)
+        all_tokens.append(tokens)
+        all_parents.append(jnp.repeat(node, k, axis=1))
+        if depth == shape.depth:
+            break
+        scores, chosen = jax.lax.top_k(grown, k)
+        above = chosen // k
+        own = jnp.broadcast_to(jnp.eye(k, dtype=jnp.bool_), (B, k, k))
+        mask = jnp.concatenate([_take(mask, above), own], axis=2)
+        carried = rows.run(
+            _take(carried, above), jnp.take_along_axis(tokens, chosen, axis=1), depth, mask
+        )
+        node = base + chosen
+    # Along a path scores never rise, and of equals the earlier is taken: parents are among the
+    # best if their children are, and come first.
+    _, best = jax.lax.top_k(jnp.concatenate(all_scores, axis=1), shape.num_draft_tokens)
+    best = jnp.sort(best, axis=1)
+    wanted = jnp.take_along_axis(jnp.concatenate(all_parents, axis=1), best, axis=1)
+    is_parent = wanted[:, :, None] == best[:, None, :]
+    row = jnp.arange(1, shape.num_draft_tokens + 1, dtype=jnp.int32)
+    drafts = Drafts(
+        tokens=jnp.take_along_axis(jnp.concatenate(all_tokens, axis=1), best, axis=1),
+        parents=jnp.sum(jnp.where(is_parent, row, 0), axis=-1, dtype=jnp.int32),
+    )
+    return drafts, rows.cache
+
+
+def _take(x: Array, at: Int32[Array, "B X"]) -> Array:
+    return jnp.take_along_axis(x, at[:, :, None], axis=1)
 
 
 def extend(

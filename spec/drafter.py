@@ -1,8 +1,9 @@
-"""The EAGLE-3 drafter a user hands to `LLM(path, drafter=...)`."""
+"""EAGLE-3 drafters as users hand them to `LLM(path, drafter=...)`."""
 
 import dataclasses
 import numbers
 import os
+import typing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,62 +17,128 @@ from kimi_jax.axes import Rules, replace
 from kimi_jax.checkpoint.reader import resolve
 from kimi_jax.config import ModelConfig
 from kimi_jax.model.cache import grow_rows
-from kimi_jax.runtime.decode import MAX_DRAFT_TOKENS, Chunk, Step
+from kimi_jax.runtime.decode import MAX_DRAFT_DEPTH, Chunk, Step
 from kimi_jax.runtime.engine import Controller, weight_pspecs
 from kimi_jax.runtime.mesh import MeshError, rules_for
 from spec import draft
-from spec.controller import FastestLength, FixedLength
+from spec.controller import AdaptiveLength, FixedProposal
 from spec.cycle import speculative_step
 from spec.draft import DraftState
 from spec.eagle3 import model as eagle3
 from spec.eagle3.checkpoint import DrafterFiles, check_target, open_drafter
 from spec.eagle3.config import DrafterConfig
 from spec.eagle3.model import Eagle3
+from spec.tree import Chain, DynamicTree, Shape
 
 DEFAULT_DRAFT_TOKENS = 3
+"""What all published drafters for Kimi-K2 models recommend."""
+
+AUTO_DRAFT_TOKENS = (0, 1, 2, 3, 5)
+"""What "auto" chooses from: each has its program, so there are few."""
+
+AUTO = "auto"
 
 
-@dataclasses.dataclass(frozen=True)
-class Eagle3Drafter:
-    """A published EAGLE-3 drafter, as `LLM(path, drafter=Eagle3Drafter(drafter_path))` takes it.
+# It checks its own arguments, and says more about them; so does the class below.
+@typing.no_type_check
+def load_drafter(
+    path_or_id: str | os.PathLike[str],
+    *,
+    num_draft_tokens: int | str | None = None,
+    tree: Shape | None = None,
+    sample_drafts: bool = False,
+    lossy_threshold: float | None = None,
+    taps: Sequence[int] | None = None,
+    revision: str | None = None,
+) -> "Eagle3Drafter":
+    """A published EAGLE-3 drafter, as `LLM(path, drafter=load_drafter(drafter_path))` takes it.
+
+    Its weights are read when the `LLM` is made, onto the target's devices.
 
     Args:
         path_or_id: a folder in a published format, or a hub id.
-        num_draft_tokens: tokens drafted a cycle, 0 to 8. Several, such as (0, 1, 3): each has its
-            program, and blocks use the one that has been fastest.
+        num_draft_tokens: tokens drafted a cycle, 0 to 8, one after the other; None is 3. "auto"
+            measures what cycles cost and how many drafts stand, and drafts between 0 and 5 tokens,
+            whichever is fastest, so that speculation does not lose to plain decoding.
+        tree: drafts a tree in place of a chain, a `StaticTree` or a `DynamicTree`.
         sample_drafts: draws drafts from the drafter's distribution where a request samples, and
             accepts by rejection (more drafts stand; the distribution, not the tokens, is that of
             plain decoding; at temperature 0, its tokens). By default drafts are the most likely
             tokens, and replies the very tokens of plain decoding.
+        lossy_threshold: takes every draft to which the target gives at least this probability, in
+            (0, 1). More drafts stand, and **replies no longer follow the target's distribution**.
+            None, the default, is exact.
         taps: the target's streams the drafter reads, as the ids of the layers they enter; None
             takes what its configuration says.
         revision: of a hub id.
 
     Raises:
-        ValueError: an option out of range.
+        ValueError: an option out of range, or two that contradict each other.
     """
+    return Eagle3Drafter(
+        path_or_id=path_or_id,
+        num_draft_tokens=num_draft_tokens,
+        tree=tree,
+        sample_drafts=sample_drafts,
+        lossy_threshold=lossy_threshold,
+        taps=None if taps is None else tuple(taps),
+        revision=revision,
+    )
+
+
+@typing.no_type_check
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Eagle3Drafter:
+    """A drafter as `load_drafter` describes it, not yet bound to a target."""
 
     path_or_id: str | os.PathLike[str]
-    num_draft_tokens: int | Sequence[int] = DEFAULT_DRAFT_TOKENS
+    num_draft_tokens: int | str | None = None
+    tree: Shape | None = None
     sample_drafts: bool = False
-    taps: Sequence[int] | None = None
+    lossy_threshold: float | None = None
+    taps: tuple[int, ...] | None = None
     revision: str | None = None
 
     def __post_init__(self):
-        choices = self._choices()
-        if not choices or not all(_is_id(k) and k <= MAX_DRAFT_TOKENS for k in choices):
+        K = self.num_draft_tokens
+        if K is not None and K != AUTO and not (_is_id(K) and int(K) <= MAX_DRAFT_DEPTH):
             raise ValueError(
-                f"num_draft_tokens is {self.num_draft_tokens!r}, expected an integer from 0 to "
-                f"{MAX_DRAFT_TOKENS}, or a sequence of such"
+                f"num_draft_tokens is {K!r}, expected an integer from 0 to {MAX_DRAFT_DEPTH}, or "
+                f"{AUTO!r}"
             )
+        if self.tree is not None and not isinstance(self.tree, Shape):
+            raise ValueError(f"tree is {self.tree!r}, expected a StaticTree or a DynamicTree")
+        if self.tree is not None and K is not None:
+            raise ValueError("num_draft_tokens and tree are both given; a tree says its own size")
         if self.taps is not None and not all(map(_is_id, self.taps)):
             raise ValueError(f"taps is {self.taps!r}, expected layer ids (integers from 0)")
         if not isinstance(self.sample_drafts, bool):
             raise ValueError(f"sample_drafts is {self.sample_drafts!r}, expected True or False")
+        if self.sample_drafts and isinstance(self.tree, DynamicTree):
+            raise ValueError(
+                "sample_drafts with a DynamicTree: it grows from the most likely tokens; a "
+                "StaticTree can be sampled"
+            )
+        threshold = self.lossy_threshold
+        if threshold is not None:
+            is_number = isinstance(threshold, numbers.Real) and not isinstance(threshold, bool)
+            if not is_number or not 0 < threshold < 1:
+                raise ValueError(
+                    f"lossy_threshold is {threshold!r}, expected a probability between 0 and 1, or "
+                    "None for exact replies"
+                )
+            if self.sample_drafts:
+                raise ValueError("lossy_threshold and sample_drafts are both given; take one")
 
-    def _choices(self) -> tuple[int, ...]:
-        given = self.num_draft_tokens
-        return tuple(sorted(set(given))) if isinstance(given, Sequence) else (given,)
+    @property
+    def shapes(self) -> tuple[Shape, ...]:
+        """What a cycle may propose."""
+        if self.tree is not None:
+            return (self.tree,)
+        if self.num_draft_tokens == AUTO:
+            return tuple(map(Chain, AUTO_DRAFT_TOKENS))
+        K = DEFAULT_DRAFT_TOKENS if self.num_draft_tokens is None else self.num_draft_tokens
+        return (Chain(int(K)),)
 
     def check(self, cfg: ModelConfig, mesh: Mesh) -> None:
         """Refuses a target or mesh the drafter's configuration does not fit; reads that alone.
@@ -103,21 +170,14 @@ class Eagle3Drafter:
         own = self._config(folder, cfg, mesh)
         files = open_drafter(folder, own)
         graph, weights = _load(files, own, mesh, dtype)
-        choices = self._choices()
-        limit = own.max_position_embeddings
-        is_fixed = len(choices) == 1
         return BoundEagle3(
             cfg=own,
             graph=graph,
             weights=weights,
             taps=eagle3.target_taps(own, cfg),
-            # 0 serves rows past the drafter's own positions.
-            num_draft_tokens=tuple(sorted({0, *choices})),
-            asked=choices,
-            own_controller=FixedLength(*choices, limit)
-            if is_fixed
-            else FastestLength(choices, limit),
+            shapes=self.shapes,
             sample_drafts=self.sample_drafts,
+            lossy_threshold=self.lossy_threshold,
             dtype=dtype,
         )
 
@@ -130,25 +190,34 @@ class BoundEagle3:
     graph: nnx.GraphDef
     weights: Any
     taps: tuple[int, ...]
-    num_draft_tokens: tuple[int, ...]
-    asked: tuple[int, ...]
-    own_controller: Controller
-    sample_drafts: bool
+    shapes: tuple[Shape, ...]
+    sample_drafts: bool = False
+    lossy_threshold: float | None = None
     dtype: Any
+    controllers: dict[int, Controller] = dataclasses.field(default_factory=dict)
+    """Of each batch size: costs differ, and what was learnt is kept."""
+
+    @property
+    def proposals(self) -> tuple[Shape, ...]:
+        """The shapes asked for; `Chain(0)` serves rows past the drafter's own positions."""
+        rest = Chain(0)
+        return self.shapes if rest in self.shapes else (rest, *self.shapes)
 
     def pspecs(self, rules: Rules) -> Any:
         """Placement of the weights, in their structure."""
         return weight_pspecs(self.weights, rules)
 
-    def make_step(self, graph: nnx.GraphDef, rules: Rules, num_draft_tokens: int) -> Step:
-        """The cycle that drafts so many tokens."""
+    def make_step(self, graph: nnx.GraphDef, rules: Rules, proposal: Shape) -> Step:
+        """The cycle that drafts this."""
+        does_draft = proposal.num_draft_tokens > 0
         return speculative_step(
             graph,
             self.graph,
             self.cfg,
             taps=self.taps,
-            num_draft_tokens=num_draft_tokens,
-            is_sampled=self.sample_drafts and num_draft_tokens > 0,
+            shape=proposal,
+            is_sampled=self.sample_drafts and does_draft,
+            lossy_threshold=self.lossy_threshold if does_draft else None,
             rules=rules,
         )
 
@@ -182,9 +251,16 @@ class BoundEagle3:
         target, model = nnx.merge(graph, weights[0]), nnx.merge(self.graph, weights[1])
         return draft.prefill(model, self.cfg, target, drafter_state, chunk, rules)
 
-    def controller(self) -> Controller:
-        """K as asked, or the fastest of those asked for so far."""
-        return self.own_controller
+    def controller(self, batch: int) -> Controller:
+        """The shape as asked, or of several lengths the one that promises most."""
+        if batch not in self.controllers:
+            limit = self.cfg.max_position_embeddings
+            if len(self.shapes) == 1:
+                self.controllers[batch] = FixedProposal(self.shapes[0], limit)
+            else:
+                lengths = [shape.num_draft_tokens for shape in self.shapes]
+                self.controllers[batch] = AdaptiveLength(lengths, limit)
+        return self.controllers[batch]
 
 
 def _load(

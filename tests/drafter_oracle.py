@@ -134,43 +134,6 @@ def draft_to_target(tensors: Tensors, config: dict[str, Any]) -> np.ndarray:
     return np.arange(W) + tensors["d2t"]
 
 
-def draft_chain(
-    tensors: Tensors,
-    config: dict[str, Any],
-    past: Past,
-    carried_last: np.ndarray,
-    logits_last: np.ndarray,
-    position_last: int,
-    num_draft_tokens: int,
-    *,
-    embedding: np.ndarray | None = None,
-    head: np.ndarray | None = None,
-) -> tuple[list[int], list[np.ndarray]]:
-    """Greedy draft tokens (target ids) after the last true row, and the logits [W] of each.
-
-    The first is the last true row's own guess; draft token k >= 1 is guessed by a row with the
-    state its predecessor carried, the token before it, and position `position_last` + k.
-    """
-    target_ids = draft_to_target(tensors, config)
-    ids, logits = [], []
-    for k in range(num_draft_tokens):
-        if k:
-            carried, one, past = rows(
-                tensors,
-                config,
-                carried_last[None],
-                [ids[-1]],
-                [position_last + k],
-                past,
-                embedding=embedding,
-                head=head,
-            )
-            carried_last, logits_last = carried[0], one[0]
-        logits.append(logits_last)
-        ids.append(int(target_ids[np.argmax(logits_last)]))
-    return ids, logits
-
-
 def rotate_half(x: np.ndarray, positions: np.ndarray, inv_freq: np.ndarray) -> np.ndarray:
     """Llama's RoPE: channels i and i + R/2 of [T, N, R] turn by position times inv_freq[i]."""
     half, out = x.shape[-1] // 2, np.empty_like(x)

@@ -16,28 +16,49 @@ def mla_attention(
     q_latent: Float[Array, "B T N C"],
     q_rope: Float[Array, "B T N R"],
     cache: Float[Array, "BS CR"],
-    positions: Int[Array, "B T"],
+    last: Int[Array, "B T"],
     *,
     scale: float,
+    tree_mask: Bool[Array, "B T X"] | None = None,
 ) -> Float[Array, "B T N C"]:
-    """Attends slots 0..position of each row; softmax in float32, result in the query's dtype.
+    """Attends slots 0..last of each query; softmax in float32, result in the query's dtype.
 
-    Row b's slots are `cache[b*S:(b+1)*S]`, and the new tokens' own are among them already. Slots
-    past a query's position are never read as more than a zero weight, so they may hold anything
-    finite.
+    Row b's slots are `cache[b*S:(b+1)*S]`, and the new tokens' own are among them already. Slots a
+    query does not see are never read as more than a zero weight, so they may hold anything finite.
+
+    Args:
+        last: the last slot of the text each query sees: its own position, tokens being a text.
+        tree_mask: for the branches of a draft tree, which of the X slots after the text a query
+            sees besides; `last` is then the same for all queries of a row.
     """
     B, T, N, C = q_latent.shape
     S = cache.shape[0] // B
     query = jnp.concatenate([q_latent, q_rope], axis=-1).astype(cache.dtype)
     query = query.reshape(B, T * N, -1)
-    visible = jnp.arange(S, dtype=positions.dtype) <= jnp.repeat(positions, N, axis=1)[..., None]
+    seen = jnp.repeat(visible_slots(last, S, tree_mask), N, axis=1)
     if B == 1:
         # Products of matrices, not a batch of one: XLA:CPU then reads the cache where it lies.
-        out = _attend(query[0], cache, visible[0], scale, C)
+        out = _attend(query[0], cache, seen[0], scale, C)
         return out.reshape(q_latent.shape).astype(q_latent.dtype)
     rows = cache.reshape(B, S, -1)
-    out = jax.vmap(lambda q, c, v: _attend(q, c, v, scale, C))(query, rows, visible)
+    out = jax.vmap(lambda q, c, v: _attend(q, c, v, scale, C))(query, rows, seen)
     return out.reshape(q_latent.shape).astype(q_latent.dtype)
+
+
+def visible_slots(
+    last: Int[Array, "B T"], num_slots: int, tree_mask: Bool[Array, "B T X"] | None = None
+) -> Bool[Array, "B T S"]:
+    """Which of a row's S slots each query sees, as `mla_attention` describes it."""
+    slots = jnp.arange(num_slots, dtype=last.dtype)
+    text = slots <= last[..., None]
+    if tree_mask is None:
+        return text
+    first = last[:, 0] + 1
+
+    def put(text: Bool[Array, "T S"], mask: Bool[Array, "T X"], first: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice_in_dim(text, mask, first, axis=1)
+
+    return jax.vmap(put)(text, tree_mask, first)
 
 
 def _attend(

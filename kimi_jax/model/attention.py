@@ -1,13 +1,38 @@
-"""Attention of many queries over a cache, a block of keys at a time."""
+"""What queries see of a cache, and attention of many queries, a block of keys at a time."""
 
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
+
+from kimi_jax.axes import pytree_dataclass
 
 KEY_BLOCK = 256
 """Keys a prefill chunk attends to at a time; bounds its memory whatever the context's length."""
+
+
+@pytree_dataclass
+class TreeRows:
+    """Where the rows of a draft tree lie in the cache, and what they see.
+
+    All rows see the text, slots 0..first-1 of their batch row; of the X slots from `first` on, the
+    ones their mask names: their ancestors and themselves. A call's T rows lie in the last T of the
+    X slots, in order.
+    """
+
+    first: Int[Array, " B"]
+    mask: Bool[Array, "B T X"]
+
+    @property
+    def start(self) -> Int[Array, " B"]:
+        """The slot of the call's first row."""
+        return self.first + self.mask.shape[2] - self.mask.shape[1]
+
+    @property
+    def last(self) -> Int[Array, "B T"]:
+        """The last slot of the text, for each row."""
+        return jnp.broadcast_to(self.first[:, None] - 1, self.mask.shape[:2])
 
 
 def attend_blocked(

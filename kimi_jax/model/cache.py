@@ -6,6 +6,7 @@ from jaxtyping import Array, Float, Int
 
 from kimi_jax.axes import pytree_dataclass
 from kimi_jax.config import ModelConfig
+from kimi_jax.model.layers import take_rows
 
 
 @pytree_dataclass
@@ -48,6 +49,20 @@ def write_rows(
         first = start[b] + b * S
         cache = jax.lax.dynamic_update_slice_in_dim(cache, rows[b], first, axis=0)
     return cache
+
+
+def move_rows(
+    cache: Float[Array, "BS *row"],
+    source: Int[Array, "B X"],
+    start: Int[Array, " B"],
+    offset: int,
+) -> Float[Array, "BS *row"]:
+    """The cache with rows start + source[b, i] of each batch row copied to start + offset + i."""
+    B = source.shape[0]
+    S = cache.shape[0] // B
+    first = jnp.arange(B, dtype=start.dtype) * S + start
+    rows = take_rows(cache, first[:, None] + source)
+    return write_rows(cache, rows, start + offset)
 
 
 def grow_rows(cache: Float[Array, "BS *row"], batch: int, capacity: int) -> jax.Array:

@@ -5,7 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from kimi_jax.axes import Rules
 
@@ -76,3 +76,10 @@ def mlp_layer(mlp: Mlp, x: Float[Array, "B T D"], rules: Rules) -> Float[Array, 
     """The dense feed-forward layer: down(silu(gate x) * up x)."""
     with jax.named_scope("mlp"):
         return rules.sum(partial_mlp(mlp, x), "F")
+
+
+def take_rows(table: Float[Array, "X *row"], at: Int[Array, "B T"]) -> Float[Array, "B T *row"]:
+    """table[at]. XLA:CPU has no bfloat16 gather and would widen the whole table: take its bits."""
+    if table.dtype != jnp.bfloat16:
+        return table[at]
+    return jax.lax.bitcast_convert_type(table.view(jnp.uint16)[at], jnp.bfloat16)

@@ -21,7 +21,7 @@ from kernels_pallas.mla_attention.reference import mla_attention
 from kimi_jax.axes import Rules
 from kimi_jax.config import ModelConfig
 from kimi_jax.model import rope
-from kimi_jax.model.attention import attend_blocked
+from kimi_jax.model.attention import TreeRows, attend_blocked
 from kimi_jax.model.cache import write_rows
 from kimi_jax.model.layers import Keys, gain, linear, rms_norm, weight
 
@@ -76,12 +76,23 @@ def attend_absorbed(
     queries: Projected,
     cache: Float[Array, "BS CR"],
     positions: Int[Array, "B T"],
+    tree: TreeRows | None = None,
 ) -> Float[Array, "B T N H"]:
-    """Attention over slots 0..position, the heads' key and value maps folded into q and out."""
+    """Attention over slots 0..position, the heads' key and value maps folded into q and out.
+
+    Rows of a draft tree see what `tree` says instead.
+    """
     dtype = queries.q_nope.dtype
     w_uk, w_uv = attn.kv_b_proj_k[...].astype(dtype), attn.kv_b_proj_v[...].astype(dtype)
     q_latent = _per_head(queries.q_nope, w_uk)
-    context = mla_attention(q_latent, queries.q_rope, cache, positions, scale=cfg.softmax_scale)
+    context = mla_attention(
+        q_latent,
+        queries.q_rope,
+        cache,
+        positions if tree is None else tree.last,
+        scale=cfg.softmax_scale,
+        tree_mask=None if tree is None else tree.mask,
+    )
     return _per_head(context, w_uv)
 
 
@@ -136,13 +147,15 @@ def attention_layer(
     angles: tuple[jax.Array, jax.Array],
     rules: Rules,
     *,
-    is_prefill: bool,
+    is_prefill: bool = False,
+    tree: TreeRows | None = None,
 ) -> tuple[Float[Array, "B T D"], Float[Array, "BS CR"] | None]:
     """One attention layer and the cache with its tokens' rows written.
 
     The input is as wide as the layer's weights want it (a drafter's is twice the model's width).
 
-    Without a cache the T tokens are a whole sequence: causal, naive, differentiable.
+    Without a cache the T tokens are a whole sequence: causal, naive, differentiable. Rows of a
+    draft tree are written and see as `tree` says; they are never a prefill.
     """
     with jax.named_scope("mla"):
         queries = project(attn, cfg, x, *angles)
@@ -150,9 +163,12 @@ def attention_layer(
             visible = positions[:, :, None] >= positions[:, None, :]
             out = attend_naive(attn, cfg, queries, queries.rows, visible)
         else:
-            cache = write_rows(cache, queries.rows, positions[:, 0])
-            attend = attend_naive_blocked if is_prefill else attend_absorbed
-            out = attend(attn, cfg, queries, cache, positions)
+            start = positions[:, 0] if tree is None else tree.start
+            cache = write_rows(cache, queries.rows, start)
+            if is_prefill:
+                out = attend_naive_blocked(attn, cfg, queries, cache, positions)
+            else:
+                out = attend_absorbed(attn, cfg, queries, cache, positions, tree)
         flat = out.reshape(*out.shape[:2], -1)
         o_proj = attn.o_proj[...]
         y = linear(flat, o_proj.reshape(-1, o_proj.shape[-1]))

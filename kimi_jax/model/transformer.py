@@ -13,8 +13,18 @@ from jaxtyping import Array, Bool, Float, Int
 from kimi_jax.axes import WHOLE, Rules, pytree_dataclass
 from kimi_jax.config import ModelConfig
 from kimi_jax.model import rope
+from kimi_jax.model.attention import TreeRows
 from kimi_jax.model.cache import LatentCache
-from kimi_jax.model.layers import Keys, KeySequence, Mlp, gain, mlp_layer, rms_norm, weight
+from kimi_jax.model.layers import (
+    Keys,
+    KeySequence,
+    Mlp,
+    gain,
+    mlp_layer,
+    rms_norm,
+    take_rows,
+    weight,
+)
 from kimi_jax.model.mla import Attention, attention_layer
 from kimi_jax.model.moe import Moe, Routing, moe_layer
 
@@ -76,6 +86,7 @@ def forward(
     taps: tuple[int, ...] = (),
     rules: Rules = WHOLE,
     is_prefill: bool = False,
+    tree: TreeRows | None = None,
     remat: bool = False,
 ) -> Forward:
     """Runs all layers over T new tokens a row.
@@ -83,7 +94,9 @@ def forward(
     With a cache, positions of a row are consecutive, each token's row is written into the slot of
     its position, and a token attends to every slot up to its own. Without one, the tokens are whole
     sequences (training, scoring). `is_real` marks padding, which chooses no expert; its output and
-    cache rows are meaningless. `is_prefill` picks the attention form for many queries.
+    cache rows are meaningless. `is_prefill` picks the attention form for many queries. With `tree`
+    the tokens are a draft tree's nodes: positions repeat, and it says which slots are theirs and
+    what they see.
 
     Raises:
         ValueError: a tap outside 0..num_hidden_layers.
@@ -102,7 +115,15 @@ def forward(
     def run_block(block: Block, x: jax.Array, layer_cache: jax.Array | None):
         h = rms_norm(x, block.input_layernorm[...], cfg.rms_norm_eps)
         attended, layer_cache = attention_layer(
-            block.self_attn, cfg, h, layer_cache, positions, angles, rules, is_prefill=is_prefill
+            block.self_attn,
+            cfg,
+            h,
+            layer_cache,
+            positions,
+            angles,
+            rules,
+            is_prefill=is_prefill,
+            tree=tree,
         )
         x = x + attended
         h = rms_norm(x, block.post_attention_layernorm[...], cfg.rms_norm_eps)
@@ -138,18 +159,11 @@ def embed(
 ) -> Float[Array, "B T D"]:
     """The tokens' embedding rows; each device looks up the part of the vocabulary it holds."""
     if not rules.mesh_axes("V"):
-        return _take_rows(table, tokens)
+        return take_rows(table, tokens)
     local = tokens - rules.shard_index("V") * table.shape[0]
     held = (local >= 0) & (local < table.shape[0])
-    rows = _take_rows(table, jnp.where(held, local, 0))
+    rows = take_rows(table, jnp.where(held, local, 0))
     return rules.sum(jnp.where(held[..., None], rows, jnp.zeros_like(rows)), "V")
-
-
-def _take_rows(table: Float[Array, "V D"], at: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-    """table[at]. XLA:CPU has no bfloat16 gather and would widen the whole table: take its bits."""
-    if table.dtype != jnp.bfloat16:
-        return table[at]
-    return jax.lax.bitcast_convert_type(table.view(jnp.uint16)[at], jnp.bfloat16)
 
 
 def logits(model: Kimi, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:

@@ -30,7 +30,7 @@ def num_compiles() -> int:
 
 
 def conditions(**more: Any) -> dict[str, Any]:
-    """Versions, device, flags and commit of this process, and whatever else the caller knows."""
+    """Versions, device, clocks, flags and commit of this run, and what else the caller knows."""
     devices = jax.devices()
     return {
         "kimi_jax": importlib.metadata.version("kimi-jax"),
@@ -44,6 +44,8 @@ def conditions(**more: Any) -> dict[str, Any]:
         "device": devices[0].device_kind,
         "device_count": len(devices),
         "cpu_cores": os.cpu_count(),
+        "cpu": _cpu(),
+        "clocks": _clocks(),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
         "commit": _commit(),
         **more,
@@ -55,6 +57,26 @@ def _version(distribution: str) -> str | None:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def _cpu() -> str | None:
+    """The processor's name, where Linux tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), None)
+
+
+def _clocks() -> list[str] | None:
+    """Each NVIDIA GPU's SM and memory clock, power limit and driver; None where there is none."""
+    query = "clocks.sm,clocks.mem,power.limit,driver_version"
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return run.stdout.strip().splitlines() if run.returncode == 0 else None
 
 
 def _commit() -> str | None:

@@ -27,8 +27,8 @@ from kimi_jax.runtime.sampling import MAX_LOGPROBS, Choice, SamplingState, choos
 MAX_BLOCK_TOKENS = 64
 """Tokens a row can gain in one call of `decode`; the size of what is read back."""
 
-MAX_DRAFT_TOKENS = 8
-"""Most tokens a drafter may propose in a cycle; the size of the counts by depth."""
+MAX_DRAFT_DEPTH = 8
+"""Most drafts a cycle may accept, one after the other; the size of the counts by depth."""
 
 
 class Finish(enum.IntEnum):
@@ -83,7 +83,7 @@ class DecodeState:
     drafted: Int32[Array, " B"]
     """Tokens proposed to each row."""
     accepted: Int32[Array, "B depth"]
-    """Of these, the ones a row kept, by their place in the proposal."""
+    """Of these, the ones a row kept, by their depth in the proposal."""
     drafter: Any = None
     """A speculative step's own state."""
 
@@ -170,7 +170,7 @@ def append(
             top_logprobs=put(state.log.top_logprobs, chosen.top_logprobs, start),
         )
 
-    depth = jnp.arange(MAX_DRAFT_TOKENS, dtype=jnp.int32)
+    depth = jnp.arange(MAX_DRAFT_DEPTH, dtype=jnp.int32)
     is_accepted = depth < jnp.minimum(counts - 1, taken)[:, None]
     asked = jnp.any(state.sampling.num_logprobs >= 0)
     return replace(

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -25,7 +25,7 @@ from kimi_jax.runtime import decode as decoding
 from kimi_jax.runtime.conditions import num_compiles
 from kimi_jax.runtime.decode import (
     MAX_BLOCK_TOKENS,
-    MAX_DRAFT_TOKENS,
+    MAX_DRAFT_DEPTH,
     Block,
     Chunk,
     DecodeState,
@@ -43,6 +43,8 @@ _log = logging.getLogger(__name__)
 PREFILL_SIZES = (16, 128, 512)
 CAPACITY_UNIT = 256
 CAPACITY_GROWTH = 4
+MEASURED_CYCLES = 7
+"""Cycles of a block that measures: as many as a block of the longest proposal holds."""
 MAX_STOP_IDS = 16
 STREAM_BLOCK_SECONDS = 0.03
 GROW_FROM = 4096
@@ -51,15 +53,60 @@ to the weights. Longer ones begin here, and their cache grows as they do."""
 
 
 @runtime_checkable
-class Controller(Protocol):
-    """Chooses how many tokens to draft, a block at a time, for one batch of requests."""
+class Proposal(Protocol):
+    """What each cycle of a speculative step drafts. Hashable; a program is compiled for each."""
 
-    def choose(self, lengths: Sequence[int]) -> int:
-        """Tokens to draft in each cycle of the next block; `lengths` are those of live rows."""
+    @property
+    def num_draft_tokens(self) -> int:
+        """Tokens drafted a cycle."""
         ...
 
-    def observe(self, num_draft_tokens: int, cycles: int, tokens: float, seconds: float) -> None:
-        """What a block gave: cycles run, tokens gained by a row on average, seconds it took."""
+    @property
+    def depth(self) -> int:
+        """Most of them a cycle can accept."""
+        ...
+
+    @property
+    def num_slots(self) -> int:
+        """Cache slots a cycle may write after the newest token's."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockReport:
+    """What one block of cycles gave, for whoever chooses the next.
+
+    `row_cycles`, `tokens` and `accepted_by_depth` are means over the rows that were live when it
+    began. `is_timed` says whether `seconds` are those of the cycles alone: a block that compiled
+    says nothing about the next.
+    """
+
+    proposal: Proposal
+    cycles: int
+    row_cycles: float
+    tokens: float
+    accepted_by_depth: tuple[float, ...]
+    seconds: float
+    is_timed: bool
+
+
+@runtime_checkable
+class Controller(Protocol):
+    """Chooses what to draft, a block at a time."""
+
+    def choose(self, lengths: Sequence[int]) -> tuple[Proposal, int]:
+        """What the cycles of the next block draft, and how many there are at most.
+
+        `lengths` are those of live rows.
+        """
+        ...
+
+    def observe(self, report: BlockReport) -> None:
+        """Takes in what a block gave."""
+        ...
+
+    def calibrate(self, seconds: Mapping[Any, float]) -> None:
+        """Takes in what warm-up measured: seconds a cycle of each proposal."""
         ...
 
 
@@ -69,7 +116,7 @@ class BoundDrafter(Protocol):
 
     taps: tuple[int, ...]
     """Target streams its prefill reads."""
-    num_draft_tokens: tuple[int, ...]
+    proposals: tuple[Proposal, ...]
     """What a controller may choose from; a program is compiled for each."""
     weights: Any
     """Placed on the mesh by `pspecs`."""
@@ -78,7 +125,7 @@ class BoundDrafter(Protocol):
         """Placement of `weights`, in their structure."""
         ...
 
-    def make_step(self, graph: nnx.GraphDef, rules: Rules, num_draft_tokens: int) -> Step:
+    def make_step(self, graph: nnx.GraphDef, rules: Rules, proposal: Any) -> Step:
         """A speculative step; its weights are (target weights, `weights`)."""
         ...
 
@@ -100,8 +147,8 @@ class BoundDrafter(Protocol):
         """The drafter's state with one prompt chunk taken in; weights as the step's."""
         ...
 
-    def controller(self) -> Controller:
-        """The one for the next batch of requests."""
+    def controller(self, batch: int) -> Controller:
+        """The one for batches of so many rows."""
         ...
 
 
@@ -157,6 +204,11 @@ class RowUpdate:
     accepted: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] | None
 
+    @classmethod
+    def none(cls, row: int) -> "RowUpdate":
+        """Before the first block."""
+        return cls(row, (), Finish.RUNNING, 0, 0, (0,) * MAX_DRAFT_DEPTH, None)
+
 
 class Engine:
     """Runs requests on one model; every compiled program lives here."""
@@ -179,9 +231,9 @@ class Engine:
         self._cache_dtype = jax.tree.leaves(weights["norm"])[0].dtype
         self.target_weights = weights
         self._weights = weights if drafter is None else (weights, drafter.weights)
-        self.num_draft_tokens = (0,) if drafter is None else drafter.num_draft_tokens
+        self.proposals = (None,) if drafter is None else drafter.proposals
         # A cycle writes cache rows for all its tokens before it knows how many it keeps.
-        self._slack = max(self.num_draft_tokens)
+        self._slack = max(0 if p is None else p.num_slots for p in self.proposals)
         self.capacities = ladder(CAPACITY_UNIT, CAPACITY_GROWTH, max_length + self._slack)
         self.batch_sizes = ladder(1, 2, max_batch)
         self._everywhere = NamedSharding(mesh, PartitionSpec())
@@ -223,17 +275,17 @@ class Engine:
             num_cycles: jax.Array,
             cancelled: jax.Array,
             *,
-            num_draft_tokens: int,
+            proposal: Proposal | None,
         ):
-            step = (
-                decoding.autoregressive_step(graph, rules)
-                if drafter is None
-                else drafter.make_step(graph, rules, num_draft_tokens)
-            )
+            if proposal is None:
+                step, most = decoding.autoregressive_step(graph, rules), 1
+                if drafter is not None:
+                    step = _of_target(step)
+            else:
+                assert drafter is not None
+                step, most = drafter.make_step(graph, rules, proposal), proposal.depth + 1
             specs = self._state_pspecs(state)
-            run = functools.partial(
-                decoding.decode, step, max_tokens_per_cycle=num_draft_tokens + 1
-            )
+            run = functools.partial(decoding.decode, step, max_tokens_per_cycle=most)
             run = self._over_mesh(run, (all_specs, specs, whole, whole), (specs, whole))
             return run(weights, state, num_cycles, cancelled)
 
@@ -277,7 +329,7 @@ class Engine:
             out_shardings=(self._everywhere, self._everywhere, own),
         )
         self._prefill = jax.jit(prefill, static_argnames="size", donate_argnames="state")
-        self._decode = jax.jit(decode, donate_argnames="state", static_argnames="num_draft_tokens")
+        self._decode = jax.jit(decode, donate_argnames="state", static_argnames="proposal")
         self._logits = jax.jit(logits, donate_argnames="cache")
 
     def _over_mesh(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
@@ -348,7 +400,7 @@ class Engine:
             block_start=lengths.copy(),
             cycles=np.zeros((B,), np.int32),
             drafted=np.zeros((B,), np.int32),
-            accepted=np.zeros((B, MAX_DRAFT_TOKENS), np.int32),
+            accepted=np.zeros((B, MAX_DRAFT_DEPTH), np.int32),
         )
         state = DecodeState(
             **jax.device_put(rows, self._everywhere),
@@ -385,16 +437,20 @@ class Engine:
         return state
 
     def decode(
-        self, state: DecodeState, num_cycles: int, cancelled: np.ndarray, num_draft_tokens: int = 0
+        self,
+        state: DecodeState,
+        num_cycles: int,
+        cancelled: np.ndarray,
+        proposal: Proposal | None = None,
     ) -> tuple[DecodeState, Block]:
-        """One block: up to `num_cycles` cycles that draft so many tokens each."""
-        self._enter("decode", *state.tokens.shape, num_draft_tokens)
+        """One block: up to `num_cycles` cycles that draft this each."""
+        self._enter("decode", *state.tokens.shape, proposal)
         return self._decode(
             self._weights,
             state,
             np.int32(num_cycles),
             cancelled,
-            num_draft_tokens=num_draft_tokens,
+            proposal=proposal,
         )
 
     def logits(self, prompt: Sequence[int]) -> Iterator[jax.Array]:
@@ -421,13 +477,14 @@ class Engine:
                 for size in _chunks_within(S):
                     self._enter("prefill", B, S, size)
                     state = self._prefill(self._weights, state, np.int32(0), size=size)
-                for num_draft_tokens in self.num_draft_tokens:
+                for proposal in self.proposals:
                     nobody = np.zeros((B,), np.bool_)
-                    state, block = self.decode(state, 1, nobody, num_draft_tokens)
+                    state, block = self.decode(state, 1, nobody, proposal)
                     jax.device_get(block)
                 for larger in [c for c in self.capacities if c > S >= GROW_FROM][:1]:
                     self._enter("grow", B, S, larger)
                     self._grow(state, capacity=larger)
+            self._calibrate(B)
         for S in self.capacities if with_logits else ():
             for size in _chunks_within(S):
                 self._enter("logits", S, size)
@@ -435,6 +492,50 @@ class Engine:
                 self._logits(self.target_weights, cache, chunk, np.int32(0), np.int32(1))
         self._is_warm = True
         return len(self._buckets)
+
+    def cycle_seconds(
+        self,
+        proposals: Sequence[Proposal | None],
+        *,
+        batch: int = 1,
+        context: int = 1,
+        repeats: int = 3,
+    ) -> dict[Proposal | None, float]:
+        """Seconds a cycle of each proposal takes here, None being a plain step; best of repeats.
+
+        They take turns in short blocks at this context, each a call of its program with all it
+        costs outside the cycles. Compiles what is not yet compiled.
+        """
+        params = SamplingParams(max_new_tokens=None, seed=0)
+        requests = [Request(prompt=(0,), params=params, stop_ids=())] * batch
+        B = first_at_least(self.batch_sizes, batch)
+        start = max(1, min(context, self.max_length - MAX_BLOCK_TOKENS))
+        end = min(start + MAX_BLOCK_TOKENS, self.max_length)
+        S = first_at_least(self.capacities, end + self._slack)
+        state = self.new_state(requests, batch=B, capacity=S)
+        lengths, cycles = jnp.full_like(state.lengths, start), jnp.zeros_like(state.cycles)
+        nobody = np.zeros((B,), np.bool_)
+        seconds = dict.fromkeys(proposals, float("inf"))
+        for repeat in range(repeats + 1):
+            for proposal in proposals:
+                state = replace(
+                    state, lengths=lengths + 0, cycles=cycles + 0, reasons=0 * state.reasons
+                )
+                state = jax.device_put(state, self._placements(self._state_pspecs(state)))
+                began = time.perf_counter()
+                state, block = self.decode(state, MEASURED_CYCLES, nobody, proposal)
+                done = int(jax.device_get(block.cycles).max())
+                each = (time.perf_counter() - began) / max(done, 1)
+                # The first call may compile.
+                if repeat:
+                    seconds[proposal] = min(seconds[proposal], each)
+        return seconds
+
+    def _calibrate(self, batch: int) -> None:
+        """Tells the controller what a cycle of each proposal costs here."""
+        if self.drafter is not None and len(self.proposals) > 1:
+            seconds = self.cycle_seconds(self.drafter.proposals, batch=batch)
+            self.drafter.controller(batch).calibrate(seconds)
 
     def _limit(self, request: Request) -> int:
         new = request.params.max_new_tokens
@@ -472,32 +573,66 @@ class Run:
         running = set(range(len(requests)))
         lengths = [len(r.prompt) for r in requests]
         num_cycles = 1 if self._is_streaming else MAX_BLOCK_TOKENS
-        controller = None if engine.drafter is None else engine.drafter.controller()
-        cycles = 0
+        batch = state.lengths.shape[0]
+        controller = None if engine.drafter is None else engine.drafter.controller(batch)
+        before = {row: RowUpdate.none(row) for row in running}
         while running - self._cancelled:
             began = time.perf_counter()
             cancelled = np.zeros(state.lengths.shape, np.bool_)
             cancelled[list(self._cancelled)] = True
             state = engine.fit(state, requests, lengths)
-            num_drafts, compiles = 0, num_compiles()
+            proposal, most, compiles = None, num_cycles, num_compiles()
             if controller is not None:
-                num_drafts = controller.choose([lengths[row] for row in running])
-            state, block = engine.decode(state, num_cycles, cancelled, num_drafts)
+                proposal, most = controller.choose([lengths[row] for row in running])
+            state, block = engine.decode(state, min(num_cycles, most), cancelled, proposal)
             updates = _row_updates(requests, block, running)
             for update in updates:
                 lengths[update.row] += len(update.token_ids)
             seconds = time.perf_counter() - began
             self.decode_seconds += seconds
-            before, cycles = cycles, max(update.cycles for update in updates)
-            # A block that compiled says nothing about the next.
-            if controller is not None and num_compiles() == compiles:
-                tokens = sum(len(update.token_ids) for update in updates) / len(updates)
-                controller.observe(num_drafts, cycles - before, tokens, seconds)
+            if controller is not None and proposal is not None:
+                is_timed = num_compiles() == compiles
+                controller.observe(
+                    _report(proposal, updates, before, seconds=seconds, is_timed=is_timed)
+                )
+            before = {update.row: update for update in updates}
             running -= {u.row for u in updates if u.finish != Finish.RUNNING}
             yield updates
             # Text should flow: blocks grow until one takes as long as a reader notices.
             if self._is_streaming and seconds < STREAM_BLOCK_SECONDS:
                 num_cycles = min(2 * num_cycles, MAX_BLOCK_TOKENS)
+
+
+def _of_target(step: Step) -> Step:
+    """A plain step where the weights are (the target's, the drafter's)."""
+    return lambda weights, state: step(weights[0], state)
+
+
+def _report(
+    proposal: Proposal,
+    updates: Sequence[RowUpdate],
+    before: Mapping[int, RowUpdate],
+    *,
+    seconds: float,
+    is_timed: bool,
+) -> BlockReport:
+    """The block between two updates of each row."""
+
+    def mean(values: Iterable[int]) -> float:
+        return sum(values) / len(updates)
+
+    depths = range(len(updates[0].accepted))
+    return BlockReport(
+        proposal=proposal,
+        cycles=max(u.cycles - before[u.row].cycles for u in updates),
+        row_cycles=mean(u.cycles - before[u.row].cycles for u in updates),
+        tokens=mean(len(u.token_ids) for u in updates),
+        accepted_by_depth=tuple(
+            mean(u.accepted[d] - before[u.row].accepted[d] for u in updates) for d in depths
+        ),
+        seconds=seconds,
+        is_timed=is_timed,
+    )
 
 
 def _row_updates(requests: Sequence[Request], block: Block, running: set[int]) -> list[RowUpdate]:

@@ -285,6 +285,22 @@ class LLM:
             scores.append(np.concatenate(parts)[: len(ids) - 1])
         return scores
 
+    def cycle_cost(self, context: int = 1) -> tuple[float, float]:
+        """Seconds of a cycle as the next block would run it, and of a plain step, for one row.
+
+        Measured now, in turns, at this context; their quotient is the break-even in tokens a cycle.
+        Compiles what is not compiled yet.
+
+        Raises:
+            ValueError: there is no drafter.
+        """
+        drafter = self.engine.drafter
+        if drafter is None:
+            raise ValueError("without a drafter a cycle is a plain step")
+        proposal, _ = drafter.controller(1).choose([context])
+        seconds = self.engine.cycle_seconds([proposal, None], context=context)
+        return seconds[proposal], seconds[None]
+
     def warm_up(self) -> int:
         """Compiles every program a request can reach, so that none compiles later."""
         num_programs = self.engine.warm_up(with_logits=True)
@@ -363,9 +379,11 @@ class LLM:
     def _drive(self, replies: Sequence[Collector], *, is_streaming: bool) -> Iterator[list[Piece]]:
         """Runs a batch, feeding every row's collector; yields each row's new piece."""
         compiles = num_compiles()
+        proposals = [] if self.engine.drafter is None else self.engine.drafter.proposals
+        draft_depth = max((p.depth for p in proposals), default=None)
         run = self.engine.run([reply.request for reply in replies], is_streaming=is_streaming)
         for reply in replies:
-            reply.is_speculating = self.engine.drafter is not None
+            reply.draft_depth = draft_depth
         for updates in run:
             pieces = [Piece()] * len(replies)
             for update in updates:

@@ -7,7 +7,8 @@ row, since only text can tell.
 
 import abc
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kimi_jax.runtime.decode import Finish
@@ -50,17 +51,30 @@ class Timings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Speculation:
-    """What drafting did for one request.
+    """What drafting did for one request, or for a run of them (`total`).
 
-    `drafted` counts proposed tokens, `accepted_by_depth[k]` those kept of the ones proposed in
-    place k. Tokens proposed past the end of the reply are drafted and not accepted. A stop string
-    ends a row at its block's end, so tokens past the cut may be among them.
+    `drafted` counts proposed tokens; `accepted_by_depth[k]` those kept of the ones proposed k + 1
+    places after the newest token, as many as the deepest proposal has. Tokens proposed past the end
+    of the reply are drafted and not accepted. A stop string ends a row at its block's end, so
+    tokens past the cut may be among them.
     """
 
     cycles: int
     drafted: int
     accepted_by_depth: tuple[int, ...]
     emitted: int
+
+    @classmethod
+    def total(cls, parts: Iterable["Speculation"]) -> "Speculation":
+        """Of a run: the sums over its requests."""
+        given = list(parts)
+        by_depth = itertools.zip_longest(*(p.accepted_by_depth for p in given), fillvalue=0)
+        return cls(
+            cycles=sum(p.cycles for p in given),
+            drafted=sum(p.drafted for p in given),
+            accepted_by_depth=tuple(map(sum, by_depth)),
+            emitted=sum(p.emitted for p in given),
+        )
 
     @property
     def accepted(self) -> int:
@@ -119,7 +133,7 @@ class Collector(abc.ABC):
 
     def __init__(self, request: Request):
         self.request = request
-        self.is_speculating = False
+        self.draft_depth: int | None = None
         self.finish = Finish.RUNNING
         self.prefill_seconds = self.decode_seconds = 0.0
         self.compiles = 0
@@ -165,16 +179,18 @@ class Collector(abc.ABC):
                 cycles=self._cycles,
                 compiles=self.compiles,
             ),
-            speculation=self._speculation() if self.is_speculating else None,
+            speculation=self._speculation(),
             logprobs=None if self.request.params.logprobs is None else tuple(self._logprobs),
             **self._content(),
         )
 
-    def _speculation(self) -> Speculation:
+    def _speculation(self) -> Speculation | None:
+        if self.draft_depth is None:
+            return None
         return Speculation(
             cycles=self._cycles,
             drafted=self._drafted,
-            accepted_by_depth=self._accepted,
+            accepted_by_depth=self._accepted[: self.draft_depth],
             emitted=self._emitted,
         )
 

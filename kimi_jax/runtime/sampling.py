@@ -35,6 +35,9 @@ MAX_FLOAT32 = float(np.finfo(np.float32).max)
 # Mesh axes the vocabulary is cut over; None and () are none.
 Axis = str | tuple[str, ...] | None
 
+# Which of the random draws at one position, for all rows or each (`position_keys`).
+Use = int | Int32[Array, "B"]
+
 
 # It checks its own fields, and says more about them.
 @typing.no_type_check
@@ -434,11 +437,25 @@ def sample_tokens(
     *,
     sampling: SamplingState,
     positions: Int32[Array, "B"],
-    use: int = 0,
 ) -> Int32[Array, "B"]:
-    """A draw from the softmax of each row, fixed by the row's seed, the token's position and `use`.
+    """A draw from the softmax of each row, fixed by the row's seed and the token's position.
 
-    Gumbel-max: the argmax of logits plus independent -log(-log(uniform)).
+    Gumbel-max: the argmax of logits plus independent noise.
+    """
+    return argmax_tokens(add_noise(filtered_f32, sampling=sampling, positions=positions))
+
+
+def add_noise(
+    filtered_f32: Float32[Array, "B V"],
+    *,
+    sampling: SamplingState,
+    positions: Int32[Array, "B"],
+    use: Use = 0,
+) -> Float32[Array, "B V"]:
+    """Logits plus independent -log(-log(uniform)), fixed by row's seed, position and `use`.
+
+    The largest is a draw from the softmax; the largest few, in order, are draws without
+    replacement.
     """
     V = filtered_f32.shape[1]
     with jax.named_scope("sample"):
@@ -449,19 +466,24 @@ def sample_tokens(
         # where the noise would be -inf.
         uniform = (bits.astype(jnp.float32) + 0.5) * 2.0**-32
         noise = -jnp.log(-jnp.log1p(-jnp.minimum(uniform, 1 - 2.0**-24)))
-        return argmax_tokens(filtered_f32 + noise)
+        return filtered_f32 + noise
 
 
 def position_keys(
-    sampling: SamplingState, positions: Int32[Array, "B"], use: int = 0
+    sampling: SamplingState, positions: Int32[Array, "B"], use: Use = 0
 ) -> Key[Array, "B"]:
-    """The PRNG key of each row's token at a position; `use` tells draws at one position apart."""
+    """The PRNG key of each row's token at a position; `use` tells draws at one position apart.
+
+    One use for all rows, or one each. Use 0, the key of the token itself, is not folded in.
+    """
 
     def one(seed: UInt32[Array, "2"], position: Int32[Array, ""]) -> Key[Array, ""]:
-        key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), position)
-        return jax.random.fold_in(key, use) if use else key
+        return jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), position)
 
-    return jax.vmap(one)(sampling.seed, positions)
+    keys = jax.vmap(one)(sampling.seed, positions)
+    if isinstance(use, int):
+        return jax.vmap(lambda key: jax.random.fold_in(key, use))(keys) if use else keys
+    return jax.vmap(jax.random.fold_in)(keys, use)
 
 
 def argmax_tokens(x_f32: Float32[Array, "B V"], axis: Axis = None) -> Int32[Array, "B"]:
@@ -478,6 +500,31 @@ def argmax_tokens(x_f32: Float32[Array, "B V"], axis: Axis = None) -> Int32[Arra
         return jnp.min(jnp.where(is_best, index, jnp.iinfo(jnp.int32).max), axis=-1)
 
 
+def top_tokens(
+    x_f32: Float32[Array, "B V"], k: int, axis: Axis = None
+) -> tuple[Int32[Array, "B k"], Float32[Array, "B k"], Float32[Array, "B 1"]]:
+    """Ids of the k largest logits of each row, their values, and the log of all the weight.
+
+    Best first, the lowest id first among equals; NaN is never chosen. Devices exchange k + 1 pairs
+    a row, not logits. Fewer than k where the vocabulary is smaller.
+    """
+    B, V_local = x_f32.shape
+    with jax.named_scope("top_k"):
+        total = jax.nn.logsumexp(x_f32, axis=-1, keepdims=True)
+        # Equal values come lowest index first, within a device here and across devices below.
+        top, ids = lax.top_k(_without_nan(x_f32), min(k, V_local))
+        ids = ids + _first_id(V_local, axis)
+        if not axis:
+            return ids, top, total
+        pairs = jnp.concatenate([total, top], axis=-1), jnp.pad(ids, ((0, 0), (1, 0)))
+        width = pairs[0].shape[1]
+        values, ids = (x.reshape(B, -1, width) for x in _gather_pairs(*pairs, axis))
+        total = jax.nn.logsumexp(values[:, :, 0], axis=-1, keepdims=True)
+        top, ids = (x[:, :, 1:].reshape(B, -1) for x in (values, ids))
+        top, place = lax.top_k(top, min(k, top.shape[1]))
+        return jnp.take_along_axis(ids, place, axis=-1), top, total
+
+
 def gather_vocab(x: Float32[Array, "B V"], axis: Axis) -> Float32[Array, "B _"]:
     """The whole vocabulary on every device; without `axis`, what is given."""
     if not axis:
@@ -491,25 +538,13 @@ def _logprobs(
     is_asked: Bool[Array, "B"],
     axis: Axis,
 ) -> tuple[Float32[Array, "B"], Int32[Array, "B 20"], Float32[Array, "B 20"]]:
-    """Chosen and largest log-probabilities; devices exchange 22 pairs a row, not logits."""
-    B, V_local = logits.shape
-    first = _first_id(V_local, axis)
-    own_ids = jnp.arange(V_local, dtype=jnp.int32)[None] + first
-    total = jax.nn.logsumexp(logits, axis=-1)
-    chosen = jnp.max(jnp.where(own_ids == token[:, None], logits, -jnp.inf), axis=-1)
-    # Equal values come lowest index first, within a device here and across devices below.
-    top, top_ids = lax.top_k(_without_nan(logits), min(MAX_LOGPROBS, V_local))
-    values = jnp.concatenate([total[:, None], chosen[:, None], top], axis=-1)
-    ids = jnp.pad(top_ids + first, ((0, 0), (2, 0)))
-    width = values.shape[1]
+    """Chosen and largest log-probabilities."""
+    V_local = logits.shape[1]
+    own_ids = jnp.arange(V_local, dtype=jnp.int32)[None] + _first_id(V_local, axis)
+    chosen = jnp.max(jnp.where(own_ids == token[:, None], logits, -jnp.inf), axis=-1, keepdims=True)
     if axis:
-        values, ids = _gather_pairs(values, ids, axis)
-    values, ids = values.reshape(B, -1, width), ids.reshape(B, -1, width)
-    total = jax.nn.logsumexp(values[:, :, 0], axis=-1, keepdims=True)
-    chosen = jnp.max(values[:, :, 1], axis=-1, keepdims=True)
-    top, top_ids = values[:, :, 2:].reshape(B, -1), ids[:, :, 2:].reshape(B, -1)
-    top, place = lax.top_k(top, min(MAX_LOGPROBS, top.shape[1]))
-    top_ids = jnp.take_along_axis(top_ids, place, axis=-1)
+        chosen = lax.pmax(chosen, axis)
+    top_ids, top, total = top_tokens(logits, MAX_LOGPROBS, axis)
     missing = ((0, 0), (0, MAX_LOGPROBS - top.shape[1]))
     top_ids = jnp.pad(top_ids, missing, constant_values=-1)
     top = jnp.pad(top - total, missing, constant_values=-jnp.inf)

@@ -18,10 +18,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int, Int32
 
+from kernels_pallas.mla_attention.reference import visible_slots
 from kimi_jax.axes import Rules
 from kimi_jax.config import ModelConfig
 from kimi_jax.model import rope, transformer
-from kimi_jax.model.attention import attend_blocked
+from kimi_jax.model.attention import TreeRows, attend_blocked
 from kimi_jax.model.cache import write_rows
 from kimi_jax.model.layers import Keys, KeySequence, Mlp, gain, linear, mlp_layer, rms_norm, weight
 from kimi_jax.model.mla import Attention, attention_layer
@@ -138,6 +139,7 @@ def forward(
     *,
     rules: Rules,
     is_prefill: bool = False,
+    tree: TreeRows | None = None,
 ) -> tuple[Float[Array, "B T D"], Cache]:
     """Runs T rows; what each carries to the next draft step, and the cache with their rows.
 
@@ -147,6 +149,7 @@ def forward(
         positions: consecutive in a batch row; a row attends to slots 0..position.
         target: lends its embedding where the drafter has none.
         is_prefill: picks the attention form for many queries.
+        tree: says where rows of a draft tree lie and what they see; their positions repeat.
     """
     with jax.named_scope("eagle3"):
         eps = cfg.rms_norm_eps
@@ -168,12 +171,13 @@ def forward(
                 angles,
                 rules,
                 is_prefill=is_prefill,
+                tree=tree,
             )
             assert rows is not None  # a cache was given
             cache = (rows,)
         else:
             attended, cache = _llama_attention(
-                attn, cfg, pair, cache, positions, rules, is_prefill=is_prefill
+                attn, cfg, pair, cache, positions, rules, is_prefill=is_prefill, tree=tree
             )
         h = (normed if cfg.norm_before_residual else feature) + attended
         m = h + mlp_layer(model.mlp, rms_norm(h, model.post_attention_layernorm[...], eps), rules)
@@ -190,7 +194,7 @@ def draft_logits(
     return jnp.matmul(h, head.astype(h.dtype), preferred_element_type=jnp.float32)
 
 
-def to_target_ids(model: Eagle3, draft_ids: Int32[Array, " B"]) -> Int32[Array, " B"]:
+def to_target_ids(model: Eagle3, draft_ids: Int32[Array, "*B"]) -> Int32[Array, "*B"]:
     """Target ids of draft ids."""
     table = getattr(model, "draft_to_target", None)
     return draft_ids if table is None else table[...][draft_ids]
@@ -216,6 +220,7 @@ def _llama_attention(
     rules: Rules,
     *,
     is_prefill: bool,
+    tree: TreeRows | None,
 ) -> tuple[Float[Array, "B T D"], Cache]:
     """Grouped-query attention with rotate-half RoPE over the whole head."""
     B, T, _ = x.shape
@@ -223,8 +228,9 @@ def _llama_attention(
     cos, sin = rope.cos_sin(positions, cfg.rope, H)
     q = _rotate_half(linear(x, attn.q_proj[...]), cos, sin)
     k = _rotate_half(linear(x, attn.k_proj[...]), cos, sin)
-    keys = write_rows(cache[0], k, positions[:, 0])
-    values = write_rows(cache[1], linear(x, attn.v_proj[...]), positions[:, 0])
+    start = positions[:, 0] if tree is None else tree.start
+    keys = write_rows(cache[0], k, start)
+    values = write_rows(cache[1], linear(x, attn.v_proj[...]), start)
     N, P = q.shape[2], keys.shape[1]
     k_rows, v_rows = (c.reshape(B, -1, P, H) for c in (keys, values))
     if is_prefill:
@@ -254,9 +260,9 @@ def _llama_attention(
             k_heads.astype(q.dtype),
             preferred_element_type=jnp.float32,
         )
-        seen = (
-            jnp.arange(k_rows.shape[1]) <= jnp.repeat(positions, N // P, axis=1)[:, None, :, None]
-        )
+        last = positions if tree is None else tree.last
+        seen = visible_slots(last, k_rows.shape[1], None if tree is None else tree.mask)
+        seen = jnp.repeat(seen, N // P, axis=1)[:, None]
         weights_f32 = jax.nn.softmax(jnp.where(seen, scores_f32, -jnp.inf), axis=-1)
         out = jnp.matmul(
             weights_f32.astype(q.dtype),

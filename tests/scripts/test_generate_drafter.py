@@ -15,23 +15,39 @@ def drafter(script, tiny, tmp_path_factory):
 def test_the_text_is_that_of_plain_decoding(script, tiny, drafter):
     common = ("--model", tiny, "--prompt", "abc", "--max-new-tokens", 20, "--quiet")
     plain, _ = script.json("generate.py", *common)
-    assert plain["speculation"] is None and plain["conditions"]["drafter"] is None
-    found, _ = script.json("generate.py", *common, "--drafter", drafter, "--num-draft-tokens", 2)
-    assert found["token_ids"] == plain["token_ids"]
-    told = found["speculation"]
-    assert told["emitted"] == 20 and told["drafted"] == 2 * told["cycles"]
-    assert told["tokens_per_cycle"] == 20 / told["cycles"]
-    assert found["conditions"]["drafter"]["num_draft_tokens"] == [2]
+    assert plain["tokens_per_cycle"] is None and plain["conditions"]["drafter"] is None
+    for options, drafted in (
+        ("--draft-tokens 2", 2),
+        ("--tree 4,2,2", 4),
+        ("--draft-tokens auto", 0),
+    ):
+        found, _ = script.json("generate.py", *common, "--drafter", drafter, *options.split())
+        assert found["token_ids"] == plain["token_ids"]
+        assert found["tokens_per_cycle"] == 20 / found["cycles"]
+        if drafted:
+            assert found["drafted"] == drafted * found["cycles"]
+            assert len(found["accepted_by_depth"]) == 2
+        assert found["acceptance_rate"] == sum(found["accepted_by_depth"]) / found["drafted"]
+        assert found["ms_per_cycle"] > 0
+        assert found["break_even"] == pytest.approx(found["ms_per_cycle"] / found["ms_per_step"])
 
 
 @pytest.mark.parametrize(
     "options, problem",
     [
-        ("--num-draft-tokens 3", "only with --drafter"),
+        ("--draft-tokens 3", "only with --drafter"),
+        ("--tree 3,2,2", "only with --drafter"),
+        ("--drafter none --draft-tokens 3", "only with --drafter"),
         ("--taps 1,2", "only with --drafter"),
-        ("--drafter d --num-draft-tokens 9", "expected 0 to 8"),
-        ("--drafter d --num-draft-tokens x", "expected numbers"),
+        ("--drafter d --draft-tokens 9", "expected 0 to 8"),
+        ("--drafter d --draft-tokens x", "expected 0 to 8, or auto"),
+        ("--drafter d --draft-tokens 3 --tree 3,2,2", "both given"),
+        ("--drafter d --tree 3,2", "nodes,depth,top_k"),
+        ("--drafter d --tree 70,4,8", "at most 63"),
+        ("--drafter d --tree 9,1,2", "grows 2 nodes"),
         ("--drafter d --sample-drafts", "only with a --temperature over 0"),
+        ("--drafter d --lossy-threshold 0.3", "only with a --temperature over 0"),
+        ("--drafter d --lossy-threshold 1.5 --temperature 1", "between 0 and 1"),
     ],
 )
 def test_wrong_options_are_refused_before_loading(tiny, capsys, options, problem):

@@ -7,17 +7,21 @@ import pieces
 import pytest
 from make_random_checkpoint import make_random_checkpoint
 from make_random_drafter import tiny_drafter_config, write_random_drafter
+from scripted import REAL, SLACK, ManyShapes, write_script
 
 from kimi_jax.config import ModelConfig
 from kimi_jax.runtime.llm import LLM
 from kimi_jax.runtime.sampling import SamplingParams
-from spec import Eagle3Drafter
-from spec.controller import FixedLength
+from spec.controller import FixedProposal
 from spec.drafter import BoundEagle3
+from spec.tree import Chain, StaticTree
 
-# With eight tokens of slack this fills the capacity of 256.
-MAX_LENGTH = 248
+# With the slots of the largest proposal this fills the capacity of 256.
+MAX_LENGTH = 256 - SLACK
 PRINTABLE = 95
+
+SAMPLED = (Chain(2), StaticTree(((0,), (1,), (0, 0), (0, 1))))
+"""What drafters that sample propose."""
 
 
 @pytest.fixture(scope="session")
@@ -59,40 +63,36 @@ def plain(target_folder):
 def make_drafted(target_folder, make_drafter_folder):
     """An LLM with a random drafter; the same arguments give the same.
 
-    With a program for every number of drafts, compiled when `only` first asks for it.
+    With a program for every shape, compiled when `only` first asks for it.
     """
 
     @functools.cache
-    def make(
-        kind="llama",
-        num_draft_tokens=tuple(range(9)),
-        sample_drafts=False,
-        mesh=None,
-        **changes,
-    ):
+    def make(kind="llama", sample_drafts=False, lossy_threshold=None, mesh=None, **changes):
         folder, _ = make_drafter_folder(kind, **changes)
-        drafter = Eagle3Drafter(
-            folder, num_draft_tokens=num_draft_tokens, sample_drafts=sample_drafts
-        )
-        return LLM(
+        options = {"sample_drafts": sample_drafts, "lossy_threshold": lossy_threshold}
+        if sample_drafts:
+            options["choices"] = SAMPLED
+        llm = LLM(
             target_folder,
-            drafter=drafter,
+            drafter=ManyShapes(path_or_id=folder, **options),
             mesh=mesh,
             max_length=MAX_LENGTH,
             max_batch=4,
             progress=False,
         )
+        write_script(llm, REAL)
+        return llm
 
     return make
 
 
 @pytest.fixture
 def only(monkeypatch):
-    """Blocks draft this many tokens from now on."""
+    """Blocks draft this from now on."""
 
-    def only(num_draft_tokens: int) -> None:
-        def controller(self):
-            return FixedLength(num_draft_tokens, self.cfg.max_position_embeddings)
+    def only(shape) -> None:
+        def controller(self, batch):
+            return FixedProposal(shape, self.cfg.max_position_embeddings)
 
         monkeypatch.setattr(BoundEagle3, "controller", controller)
 
@@ -132,15 +132,20 @@ def check_same():
 
 def _check_same(llm, plain, prompts, params):
     """Replies are equal token for token, and their counts add up."""
-    expected = plain.generate(prompts, params)
-    found = llm.generate(prompts, params)
+    return _check_replies(llm.generate(prompts, params), plain.generate(prompts, params))
+
+
+@pytest.fixture(scope="session")
+def check_replies():
+    return _check_replies
+
+
+def _check_replies(found, expected, most=None):
+    """The same against replies already there, of which the first `most` tokens were asked for."""
     for a, b in zip(found, expected, strict=True):
-        assert (a.token_ids, a.text, a.finish_reason, a.usage) == (
-            b.token_ids,
-            b.text,
-            b.finish_reason,
-            b.usage,
-        )
+        assert a.token_ids == b.token_ids[:most]
+        if most is None:
+            assert (a.text, a.finish_reason, a.usage) == (b.text, b.finish_reason, b.usage)
         told = a.speculation
         assert b.speculation is None
         assert told.cycles == a.timings.cycles and told.emitted == len(a.token_ids)
@@ -148,6 +153,8 @@ def _check_same(llm, plain, prompts, params):
         assert list(told.accepted_by_depth) == sorted(told.accepted_by_depth, reverse=True)
         if b.logprobs is not None:
             np.testing.assert_allclose(
-                [e.logprob for e in a.logprobs], [e.logprob for e in b.logprobs], atol=1e-4
+                [e.logprob for e in a.logprobs],
+                [e.logprob for e in b.logprobs][:most],
+                atol=1e-4,
             )
     return found

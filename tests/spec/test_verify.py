@@ -1,6 +1,7 @@
 """Acceptance on hand-made logits: exact choices, and exact distributions by count."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -9,22 +10,24 @@ import pytest
 
 from kimi_jax.axes import WHOLE, replace
 from kimi_jax.model.cache import LatentCache
-from kimi_jax.runtime.decode import MAX_DRAFT_TOKENS, DecodeState, Finish, TokenLog
+from kimi_jax.runtime.decode import MAX_DRAFT_DEPTH, DecodeState, Finish, TokenLog
 from kimi_jax.runtime.sampling import (
     SamplingParams,
+    add_noise,
     filter_logits,
     make_sampling_state,
-    repeat_rows,
-    sample_tokens,
+    top_tokens,
 )
+from spec import StaticTree, verify
 from spec.draft import DRAFT_USE
-from spec.verify import accept_equal, accept_sampled
+from spec.tree import Chain, Drafts
+from spec.verify import accept_equal, accept_lossy, accept_sampled
 
 V, K = 4, 2
-ROWS = 40_000
+ROWS = 16_000
 
 
-def state_of(params: list[SamplingParams]) -> DecodeState:
+def state_of(params: list[SamplingParams], vocab_size: int = V) -> DecodeState:
     B = len(params)
     one = jnp.ones((B,), jnp.int32)
     return DecodeState(
@@ -35,12 +38,12 @@ def state_of(params: list[SamplingParams]) -> DecodeState:
         stop_ids=-jnp.ones((B, 1), jnp.int32),
         reasons=jnp.full((B,), int(Finish.RUNNING), jnp.int32),
         cache=LatentCache(layers=()),
-        sampling=make_sampling_state(params, V),
+        sampling=make_sampling_state(params, vocab_size),
         log=TokenLog.empty(B),
         block_start=3 * one,
         cycles=0 * one,
         drafted=0 * one,
-        accepted=jnp.zeros((B, MAX_DRAFT_TOKENS), jnp.int32),
+        accepted=jnp.zeros((B, MAX_DRAFT_DEPTH), jnp.int32),
     )
 
 
@@ -48,92 +51,192 @@ def one_hot_logits(tokens) -> jax.Array:
     return 10.0 * jax.nn.one_hot(jnp.asarray(tokens), V)
 
 
+CHAIN = Chain(K)
+TREE = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0)))
+SHAPES = (CHAIN, TREE)
+
+
+def drafts_of(shape, tokens, logits=None) -> Drafts:
+    tokens = jnp.asarray(tokens, jnp.int32)
+    parents = jnp.broadcast_to(jnp.asarray(shape.parents), tokens.shape)
+    return Drafts(tokens, parents, logits)
+
+
 @pytest.mark.parametrize(
-    "drafts, num",
-    [([1, 2], 3), ([1, 0], 2), ([0, 2], 1), ([0, 0], 1)],
+    "shape, drafts, path",
+    [
+        (CHAIN, [1, 2], [0, 1, 2]),
+        (CHAIN, [1, 0], [0, 1]),
+        (CHAIN, [0, 2], [0]),
+        (CHAIN, [0, 0], [0]),
+        # Nodes by depth: two, then two under the first and one under the second.
+        (TREE, [1, 0, 2, 0, 2], [0, 1, 3]),
+        (TREE, [1, 0, 0, 2, 2], [0, 1, 4]),
+        (TREE, [0, 1, 2, 2, 2], [0, 2, 5]),
+        (TREE, [0, 1, 2, 2, 0], [0, 2]),
+        (TREE, [0, 3, 2, 1, 2], [0]),
+    ],
 )
-def test_greedy_keeps_the_prefix_that_matches(drafts, num):
-    """All, match then miss, miss then match, none."""
+@pytest.mark.parametrize("rule", [accept_equal, accept_sampled, accept_lossy])
+def test_greedy_keeps_the_path_that_matches(shape, drafts, path, rule):
+    """After any token of depth 0 the target says 1, then 2, then 3."""
+    depths = [0, *(len(p) for p in shape.paths)]
+    logits = one_hot_logits([[1 + depth for depth in depths]])
     state = state_of([SamplingParams()])
-    chosen, counts = accept_equal(
-        one_hot_logits([[1, 2, 3]]), jnp.asarray([drafts], jnp.int32), state, WHOLE
-    )
-    assert counts.tolist() == [num]
-    assert chosen.token[0, :num].tolist() == [1, 2, 3][:num]
+    options = {"threshold": 0.1} if rule is accept_lossy else {}
+    num_proposers = len(set(shape.parents.tolist()))
+    q = jnp.zeros((1, num_proposers, V)) if rule is accept_sampled else None
+    found = rule(logits, drafts_of(shape, [drafts], q), shape, state, WHOLE, **options)
+    assert found.counts.tolist() == [len(path)]
+    assert found.path[0, : len(path)].tolist() == path
+    assert found.chosen.token[0, : len(path)].tolist() == [1, 2, 3][: len(path)]
 
 
-def test_sampled_acceptance_is_greedy_at_temperature_zero():
-    state = state_of([SamplingParams()])
-    for drafts, num in (([1, 2], 3), ([1, 0], 2), ([0, 2], 1)):
-        q = jnp.where(one_hot_logits([drafts]) > 0, 0.0, -jnp.inf)
-        chosen, counts = jax.jit(accept_sampled, static_argnames="rules")(
-            one_hot_logits([[1, 2, 3]]), jnp.asarray([drafts], jnp.int32), q, state, rules=WHOLE
-        )
-        assert counts.tolist() == [num]
-        assert chosen.token[0, :num].tolist() == [1, 2, 3][:num]
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rejection_is_exact_by_enumeration(shape, monkeypatch):
+    """All drafts that can be drawn, all coins: the emitted tokens' distribution to rounding.
+
+    Every threshold p / q that can occur is a multiple of 1/GRID here, so that a grid of coins, one
+    in the middle of each cell, weighs them exactly.
+    """
+    GRID = 12
+    q = np.array([0.5, 0.25, 0.25])
+    # Of each row; p / q and, after a first sibling has fallen, p' / q' are multiples of 1/12.
+    rows = [[0.25, 0.5, 0.25], [0.5, 0.25, 0.25], [0.25, 0.25, 0.5]]
+    T = shape.num_draft_tokens + 1
+    target = np.array([rows[row % 3] for row in range(T)])
+    num_first = sum(len(path) == 1 for path in shape.paths)
+    coins = (np.arange(GRID) + 0.5) / GRID
+    proposers = sorted({int(parent) for parent in shape.parents})
+    # Only the root's children are enumerated; below, one draw and one coin stand for all.
+    cases, weights = [], []
+    for children in itertools.permutations(range(3), num_first):
+        weight, left = 1.0, 1.0
+        for token in children:
+            weight *= q[token] / left
+            left -= q[token]
+        for flips in itertools.product(coins, repeat=num_first):
+            cases.append((children, flips))
+            weights.append(weight / GRID**num_first)
+    B = len(cases)
+    tokens = np.zeros((B, T - 1), np.int32)
+    flips = np.full((B, T), 0.999)
+    for b, (children, own) in enumerate(cases):
+        tokens[b, :num_first], flips[b, 1 : num_first + 1] = children, own
+    drawn = {}
+
+    def coin(state, depth, node):
+        return jnp.take_along_axis(jnp.asarray(flips, jnp.float32), node[:, None], axis=1)[:, 0]
+
+    def draw(logits, *, sampling, positions):
+        drawn["left"] = np.exp(np.asarray(logits, np.float64))
+        return jnp.zeros((B,), jnp.int32)
+
+    monkeypatch.setattr(verify, "_coin", coin)
+    monkeypatch.setattr(verify, "sample_tokens", draw)
+    one = state_of([SamplingParams(temperature=1.0, seed=0)], vocab_size=3)
+    state = jax.tree.map(lambda x: jnp.repeat(x, B, axis=0), one)
+    logits = jnp.broadcast_to(jnp.log(jnp.asarray(target, jnp.float32)), (B, T, 3))
+    draft_logits = jnp.broadcast_to(jnp.log(jnp.asarray(q, jnp.float32)), (B, len(proposers), 3))
+    found = accept_sampled(logits, drafts_of(shape, tokens, draft_logits), shape, state, WHOLE)
+    counts, path = np.asarray(found.counts), np.asarray(found.path)
+    emitted = np.zeros(3)
+    for b, weight in enumerate(weights):
+        if counts[b] > 1:
+            emitted[tokens[b, path[b, 1] - 1]] += weight
+        else:
+            emitted += weight * drawn["left"][b] / drawn["left"][b].sum()
+    np.testing.assert_allclose(emitted, target[0], atol=1e-6)
 
 
-TARGET = np.array([[1.0, 0.2, -0.5, 0.1], [0.0, 1.5, 0.3, -1.0], [0.4, -0.2, 0.9, 0.0]], np.float32)
-DRAFTER = np.array([[0.2, 1.1, 0.0, -2.0], [1.0, 0.1, 0.4, 0.3]], np.float32)
+@functools.partial(jax.jit, static_argnames=("shape", "is_sampled"))
+def emitted(state: DecodeState, *, shape: StaticTree, is_sampled: bool):
+    """One cycle of every row, one program for all options."""
+    T = shape.num_draft_tokens + 1
+    logits = jnp.broadcast_to(jnp.asarray(TARGET[:T]), (ROWS, T, V))
+    inner = sorted({int(parent) for parent in shape.parents})
+    tokens, kept = jnp.zeros((ROWS, T - 1), jnp.int32), []
+    for row in inner:
+        q = jnp.broadcast_to(jnp.asarray(DRAFTER[row]), (ROWS, V))
+        if is_sampled:
+            q = filter_logits(q, state.sampling)
+            kept.append(q)
+            q = add_noise(
+                q, sampling=state.sampling, positions=state.lengths, use=DRAFT_USE + 2 * row
+            )
+        children = np.flatnonzero(shape.parents == row)
+        best, _, _ = top_tokens(q, len(children))
+        tokens = tokens.at[:, children].set(best)
+    logits_q = jnp.stack(kept, axis=1) if is_sampled else None
+    rule = accept_sampled if is_sampled else accept_equal
+    found = rule(logits, drafts_of(shape, tokens, logits_q), shape, state, WHOLE)
+    return found.chosen.token, found.counts, found.path
 
 
-@functools.partial(jax.jit, static_argnames="is_sampled")
-def emitted(state: DecodeState, *, is_sampled: bool) -> tuple[jax.Array, jax.Array]:
-    """Tokens and counts of one cycle of every row, one program for all options."""
-    logits = jnp.broadcast_to(jnp.asarray(TARGET), (ROWS, K + 1, V))
-    if not is_sampled:
-        best = jnp.broadcast_to(jnp.asarray(DRAFTER).argmax(-1).astype(jnp.int32), (ROWS, K))
-        chosen, counts = accept_equal(logits, best, state, WHOLE)
-        return chosen.token, counts
-
-    def draft(k: int) -> tuple[jax.Array, jax.Array]:
-        q = filter_logits(jnp.broadcast_to(jnp.asarray(DRAFTER[k]), (ROWS, V)), state.sampling)
-        positions = state.lengths + k
-        return sample_tokens(q, sampling=state.sampling, positions=positions, use=DRAFT_USE), q
-
-    drafts, q = (jnp.stack(part, axis=1) for part in zip(*map(draft, range(K)), strict=True))
-    chosen, counts = accept_sampled(logits, drafts, q, state, WHOLE)
-    return chosen.token, counts
+RNG = np.random.default_rng(1)
+TARGET, DRAFTER = RNG.standard_normal((2, 6, V)).astype(np.float32)
 
 
 @pytest.mark.parametrize(
     "options", [{}, {"temperature": 0.7}, {"top_k": 2}, {"top_p": 0.6}, {"min_p": 0.5}]
 )
 @pytest.mark.parametrize("is_sampled", [False, True])
-def test_the_distribution_is_that_of_plain_sampling(options, is_sampled):
-    """Pairs (first, second) of emitted tokens against the product of the target's own rows.
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_distribution_is_that_of_plain_sampling(options, is_sampled, shape):
+    """The token after every row of the path, by chi-square against the target's own distribution.
 
-    The target's rows do not depend on the tokens before them, so the second token's distribution
-    is row 1's whatever the first was; a pair is known where the first was an accepted draft, and
-    else its second token is left to the next cycle. Both marginals are tested by chi-square.
+    A row's distribution does not hang on the tokens before it, so what follows an accepted node is
+    distributed as that node's row, whichever branch led there.
     """
-    params = [SamplingParams(seed=i, **{"temperature": 1.0} | options) for i in range(8)]
-    state = state_of(params)
-    # 8 requests repeated, each copy with a seed of its own.
-    state = jax.tree.map(lambda x: jnp.repeat(x, ROWS // 8, axis=0), state)
+    params = [SamplingParams(seed=0, **{"temperature": 1.0} | options)]
+    state = jax.tree.map(lambda x: jnp.repeat(x, ROWS, axis=0), state_of(params))
     seeds = np.random.default_rng(0).integers(0, 2**32, (ROWS, 2), np.uint32)
     state = replace(state, sampling=replace(state.sampling, seed=jnp.asarray(seeds)))
-    token, counts = map(np.asarray, emitted(state, is_sampled=is_sampled))
-    rows = repeat_rows(make_sampling_state(params[:1], V), K + 1)
-    expected = np.asarray(jax.nn.softmax(filter_logits(jnp.asarray(TARGET), rows), axis=-1))
-    for place in range(K + 1):
-        there = counts > place
+    token, counts, path = map(np.asarray, emitted(state, shape=shape, is_sampled=is_sampled))
+    T = shape.num_draft_tokens + 1
+    rows = make_sampling_state(params * T, V)
+    expected = np.asarray(jax.nn.softmax(filter_logits(jnp.asarray(TARGET[:T]), rows), axis=-1))
+    place = np.arange(path.shape[1])
+    for row in range(T):
+        there = (path == row) & (place < counts[:, None])
         if there.sum() < 500:
             continue
-        seen = np.bincount(token[there, place], minlength=V)
-        want = expected[place] * there.sum()
+        seen = np.bincount(token[there], minlength=V)
+        want = expected[row] * there.sum()
         assert not seen[want == 0].any()
         kept = want > 0
         chi_square = np.sum((seen[kept] - want[kept]) ** 2 / want[kept])
         # The 99.99 % points for 3, 2, 1 and 0 degrees of freedom.
-        assert chi_square < {4: 21.1, 3: 18.4, 2: 15.1, 1: 1e-9}[int(kept.sum())], place
-    if is_sampled:
+        assert chi_square < {4: 21.1, 3: 18.4, 2: 15.1, 1: 1e-9}[int(kept.sum())], row
+    if is_sampled and shape == CHAIN:
         # Leviathan et al.: a draft stands with probability sum(min(p, q)).
-        q = np.asarray(
-            jax.nn.softmax(
-                filter_logits(jnp.asarray(DRAFTER[:1]), make_sampling_state(params[:1], V)), -1
-            )
-        )[0]
-        rate = np.minimum(expected[0], q).sum()
+        q = np.asarray(jax.nn.softmax(filter_logits(jnp.asarray(DRAFTER[:1]), rows_of(params)), -1))
+        rate = np.minimum(expected[0], q[0]).sum()
         spread = 5 * np.sqrt(rate * (1 - rate) / ROWS)
         assert abs((counts > 1).mean() - rate) <= spread + 1e-9
+
+
+def test_lossy_takes_what_is_likely_enough():
+    """At a threshold under the draft's probability it always stands, over it as exact rules say."""
+    draft = int(np.argsort(TARGET[0])[-2])
+    params = [SamplingParams(seed=0, temperature=1.0)]
+    state = jax.tree.map(lambda x: jnp.repeat(x, ROWS, axis=0), state_of(params))
+    seeds = np.random.default_rng(0).integers(0, 2**32, (ROWS, 2), np.uint32)
+    state = replace(state, sampling=replace(state.sampling, seed=jnp.asarray(seeds)))
+    logits = jnp.broadcast_to(jnp.asarray(TARGET[:2]), (ROWS, 2, V))
+    p = float(jax.nn.softmax(TARGET[0])[draft])
+    for threshold, rate in ((0.9 * p, 1.0), (1.1 * p, p)):
+        found = jax.jit(accept_lossy, static_argnames=("shape", "rules", "threshold"))(
+            logits,
+            drafts_of(Chain(1), np.full((ROWS, 1), draft)),
+            shape=Chain(1),
+            state=state,
+            rules=WHOLE,
+            threshold=threshold,
+        )
+        spread = 5 * np.sqrt(rate * (1 - rate) / ROWS)
+        assert abs(float((found.counts > 1).mean()) - rate) <= spread + 1e-9
+
+
+def rows_of(params):
+    return make_sampling_state(params, V)

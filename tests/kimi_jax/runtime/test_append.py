@@ -8,7 +8,7 @@ import pytest
 from kimi_jax.model.cache import LatentCache
 from kimi_jax.runtime.decode import (
     MAX_BLOCK_TOKENS,
-    MAX_DRAFT_TOKENS,
+    MAX_DRAFT_DEPTH,
     DecodeState,
     Finish,
     TokenLog,
@@ -47,7 +47,7 @@ def state_of(limits, lengths=None, stop_ids=None, reasons=None, logprobs=0) -> D
         block_start=jnp.asarray(lengths, int32),
         cycles=jnp.zeros((B,), int32),
         drafted=jnp.zeros((B,), int32),
-        accepted=jnp.zeros((B, MAX_DRAFT_TOKENS), int32),
+        accepted=jnp.zeros((B, MAX_DRAFT_DEPTH), int32),
     )
 
 

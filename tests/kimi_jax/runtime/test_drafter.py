@@ -4,6 +4,7 @@ It runs the plain step three times and takes one, two or three of the tokens, ra
 cycles. Its replies must be those of plain decoding whatever the request asks for.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -25,22 +26,36 @@ MAX_LENGTH = 254
 DRAFTED = 3
 
 
+@dataclasses.dataclass(frozen=True)
+class Some:
+    """What a cycle drafts."""
+
+    num_draft_tokens: int = DRAFTED - 1
+    depth: int = DRAFTED - 1
+    num_slots: int = DRAFTED - 1
+
+
 class Fixed:
-    """Drafts as many tokens in every block."""
+    """The same in every block."""
 
     def choose(self, lengths):
-        return DRAFTED - 1
+        return Some(), 64
 
-    def observe(self, num_draft_tokens, cycles, tokens, seconds):
-        assert num_draft_tokens == DRAFTED - 1
-        assert tokens <= cycles * DRAFTED
+    def observe(self, report):
+        assert report.proposal == Some()
+        assert report.tokens <= report.row_cycles * DRAFTED
+        assert report.row_cycles <= report.cycles
+        assert report.tokens >= report.row_cycles + sum(report.accepted_by_depth) - DRAFTED
+
+    def calibrate(self, seconds):
+        raise AssertionError("there is nothing to choose from")
 
 
 class Replay:
     """A perfect drafter; its state records what its prefill was given."""
 
     taps = (0, 2)
-    num_draft_tokens = (DRAFTED - 1,)
+    proposals = (Some(),)
     weights: Any = ()
 
     def check(self, cfg, mesh):
@@ -49,11 +64,11 @@ class Replay:
     def bind(self, cfg, mesh, dtype):
         return self
 
-    def controller(self):
+    def controller(self, batch):
         return Fixed()
 
-    def make_step(self, graph, rules, num_draft_tokens):
-        assert num_draft_tokens == DRAFTED - 1
+    def make_step(self, graph, rules, proposal):
+        assert proposal == Some()
         plain = autoregressive_step(graph, rules)
 
         def step(weights, state):

@@ -273,7 +273,7 @@ def test_a_block_of_cycles_never_leaves_the_device(llm, ids, on):
     [request] = llm._requests([ids(5)], on(100))
     state = engine.prefill(engine.new_state([request]), 4)
     call = (engine._weights, state, np.int32(64), np.zeros((1,), np.bool_))
-    program = engine._decode.lower(*call, num_draft_tokens=0).as_text()
+    program = engine._decode.lower(*call, proposal=None).as_text()
     for word in ("callback", "infeed", "outfeed", "stablehlo.send", "stablehlo.recv"):
         assert word not in program
     _, block = engine.decode(state, 64, np.zeros((1,), np.bool_))

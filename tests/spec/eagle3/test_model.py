@@ -1,17 +1,23 @@
 """Both drafter kinds, every switch, against the float64 twin of the published mathematics."""
 
+import functools
+
 import drafter_oracle as oracle
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracles
 import pytest
 from flax import nnx
+from scripted import TREES
 
 from kimi_jax.axes import WHOLE
 from kimi_jax.model.transformer import Kimi
 from kimi_jax.runtime.mesh import make_mesh
-from spec import Eagle3Drafter
+from spec import load_drafter
+from spec.draft import propose
 from spec.eagle3 import model as eagle3
+from spec.tree import Chain
 
 T, PREFILL, CAPACITY = 24, 16, 256
 # Logits of order 1 from float32 sums of at most 500 terms; the bar the project sets itself.
@@ -44,7 +50,7 @@ def test_logits_and_carried_states_are_the_twins(
         # Groups of four queries a key; without changes every query has its own.
         changes = changes | {"num_key_value_heads": 2}
     folder, cfg = make_drafter_folder(kind, **changes)
-    bound = Eagle3Drafter(folder).bind(target.cfg, make_mesh(None), jnp.dtype("float32"))
+    bound = load_drafter(folder).bind(target.cfg, make_mesh(None), jnp.dtype("float32"))
     model = nnx.merge(bound.graph, bound.weights)
     rng = np.random.default_rng(3)
     taps = [rng.standard_normal((T, target.cfg.hidden_size)).astype(np.float32) for _ in bound.taps]
@@ -93,8 +99,8 @@ def test_logits_and_carried_states_are_the_twins(
 
 
 @pytest.mark.parametrize("kind", ["llama", "mla"])
-def test_a_chain_is_the_twins(make_drafted, make_drafter_folder, ids, on, kind):
-    """Greedy drafts after a prompt: the fed-back state, the map, positions and cache slots."""
+def test_drafts_are_the_twins(make_drafted, make_drafter_folder, ids, on, kind):
+    """Chain and trees after a prompt: the fed-back state, map, positions, slots and tree masks."""
     llm = make_drafted(kind)
     folder, _ = make_drafter_folder(kind)
     bound, engine = llm.engine.drafter, llm.engine
@@ -102,23 +108,13 @@ def test_a_chain_is_the_twins(make_drafted, make_drafter_folder, ids, on, kind):
     [request] = llm._requests([prompt], on(8))
     state = engine.prefill(engine.new_state([request]), len(prompt) - 1)
 
-    from spec.draft import draft_chain
+    @functools.partial(jax.jit, static_argnames="shape")
+    def run(target, own, state, shape):
+        model, target = nnx.merge(bound.graph, own), nnx.merge(engine.graph, target)
+        return propose(model, bound.cfg, target, state, shape, is_sampled=False, rules=WHOLE)[0]
 
-    @jax.jit
-    def run(weights, state):
-        return draft_chain(
-            nnx.merge(bound.graph, weights[1]),
-            bound.cfg,
-            nnx.merge(engine.graph, weights[0]),
-            state,
-            num_draft_tokens=4,
-            is_sampled=False,
-            rules=WHOLE,
-        )[0].tokens
-
-    drafts = run(engine._weights, state)[0].tolist()
-
-    import oracles
+    def drafts_of(shape):
+        return run(engine.target_weights, bound.weights, state, shape)
 
     config, tensors = oracles.read_checkpoint(llm._folder)
     hidden = oracles.forward(tensors, config, prompt).hidden
@@ -126,7 +122,46 @@ def test_a_chain_is_the_twins(make_drafted, make_drafter_folder, ids, on, kind):
     n = len(prompt) - 1
     g = oracle.features(own, own_config, [hidden[tap, :n] for tap in bound.taps])
     rows = oracle.rows(own, own_config, g, np.asarray(prompt[1:]), np.arange(n))
-    expected, _ = oracle.draft_chain(
-        own, own_config, rows.past, rows.carried[-1], rows.logits[-1], n - 1, 4
-    )
-    assert drafts == list(expected)
+
+    def guess(path: tuple[int, ...], k: int) -> list[tuple[int, float]]:
+        """The twin's k likeliest tokens after drafts already taken, and their log-probabilities."""
+        past, carried, logits = rows.past, rows.carried[-1], rows.logits[-1]
+        for place, token in enumerate(path):
+            step = oracle.rows(own, own_config, carried[None], [token], [n + place], past)
+            past, carried, logits = step.past, step.carried[0], step.logits[0]
+        logprobs = logits - np.logaddexp.reduce(logits)
+        best = np.argsort(-logits, kind="stable")[:k]
+        return [(int(to_target[i]), float(logprobs[i])) for i in best]
+
+    to_target = oracle.draft_to_target(own, own_config)
+    chain: tuple[int, ...] = ()
+    for _ in range(4):
+        chain += (guess(chain, 1)[0][0],)
+    assert drafts_of(Chain(4)).tokens[0].tolist() == list(chain)
+
+    static, dynamic, _ = TREES
+    found = drafts_of(static)
+    words: dict[tuple[int, ...], tuple[int, ...]] = {(): ()}
+    for path in static.paths:
+        above = words[path[:-1]]
+        words[path] = (*above, guess(above, path[-1] + 1)[path[-1]][0])
+    assert found.tokens[0].tolist() == [words[path][-1] for path in static.paths]
+    assert found.parents[0].tolist() == static.parents.tolist()
+
+    # EAGLE-2 by the book: extend the best k of each depth by their best k, propose the best of all.
+    k, level, everything = dynamic.top_k, {(): 0.0}, {}
+    for _ in range(dynamic.depth):
+        grown = {
+            (*words, token): score + logprob
+            for words, score in level.items()
+            for token, logprob in guess(words, k)
+        }
+        everything |= grown
+        level = dict(sorted(grown.items(), key=lambda item: -item[1])[:k])
+    ranked = sorted(everything.items(), key=lambda item: -item[1])
+    best = {words for words, _ in ranked[: dynamic.num_draft_tokens]}
+    found = drafts_of(dynamic)
+    nodes: list[tuple[int, ...]] = [()]
+    for token, parent in zip(found.tokens[0].tolist(), found.parents[0].tolist(), strict=True):
+        nodes.append((*nodes[parent], token))
+    assert set(nodes[1:]) == best
