@@ -184,7 +184,7 @@ def test_greedy_replies_are_those_of_plain_decoding(same, ids, on):
         assert (told.cycles, told.drafted, told.emitted) == (cycles, 2 * cycles, 100)
         # A cycle cut by the limit keeps drafts, and loses the token after them.
         assert 100 - cycles <= told.accepted <= 100
-        assert told.accepted_by_depth[2:] == (0,) * 6
+        assert len(told.accepted_by_depth) == DRAFTED - 1
 
 
 @pytest.mark.parametrize("new", [1, 2, 3, 4, 5, 63, 64, 65])
