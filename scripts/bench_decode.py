@@ -146,7 +146,7 @@ class Place:
         self.engine, self.batch = llm.engine, batch
         size = context + MAX_BLOCK_TOKENS
         # The least capacity that holds a block, as a request that ends with it would get.
-        slack = max(proposal.num_slots for proposal in llm.engine.drafter.proposals)
+        slack = max(p.num_slots for p in llm.engine.drafter.proposals if p is not None)
         self.capacity = first_at_least(llm.engine.capacities, size + slack)
         starts = np.random.default_rng(context).integers(0, len(text) - size + 1, batch)
         params = SamplingParams(max_new_tokens=None, ignore_eos=True)

@@ -30,16 +30,16 @@ LEAST_CYCLES = 7
 
 
 class FixedProposal:
-    """Always the same, and nothing once every live row has passed the drafter's own positions."""
+    """Always the same; plain decoding once all live rows are past the drafter's own positions."""
 
     def __init__(self, proposal: Proposal, max_length: int):
         self._proposal = proposal
         self._max_length = max_length
 
-    def choose(self, lengths: Sequence[int]) -> tuple[Proposal, int]:
-        """The proposal or `Chain(0)`; `lengths` are those of live rows."""
+    def choose(self, lengths: Sequence[int]) -> tuple[Proposal | None, int]:
+        """The proposal or None; `lengths` are those of live rows."""
         is_past = all(n + self._proposal.depth > self._max_length for n in lengths)
-        return (Chain(0) if is_past else self._proposal), MANY
+        return (None if is_past else self._proposal), MANY
 
     def observe(self, report: BlockReport) -> None:
         """Nothing to learn."""
@@ -59,7 +59,7 @@ class AdaptiveLength:
 
     Args:
         lengths: K to choose from; 0 is among them whether named or not.
-        max_length: the drafter's own positions: 0 past them.
+        max_length: the drafter's own positions; past them, plain decoding.
     """
 
     def __init__(self, lengths: Sequence[int], max_length: int):
@@ -73,11 +73,11 @@ class AdaptiveLength:
         self._blocks_left = FIRST_WAIT
         self._wait = FIRST_WAIT
 
-    def choose(self, lengths: Sequence[int]) -> tuple[StaticTree, int]:
-        """A chain of one of the lengths, and the cycles to run it for."""
+    def choose(self, lengths: Sequence[int]) -> tuple[StaticTree | None, int]:
+        """A chain of one of the lengths or None, and the cycles to run it for."""
         longest = self._lengths[0]
         if all(n + longest > self._max_length for n in lengths):
-            return Chain(0), MANY
+            return None, MANY
         untried = [k for k in self._lengths if k not in self._seconds]
         if untried or (longest and not self._reached[0]):
             return Chain(untried[0] if untried else longest), 2 * PROBE_CYCLES

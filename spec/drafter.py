@@ -198,10 +198,9 @@ class BoundEagle3:
     """Of each batch size: costs differ, and what was learnt is kept."""
 
     @property
-    def proposals(self) -> tuple[Shape, ...]:
-        """The shapes asked for; `Chain(0)` serves rows past the drafter's own positions."""
-        rest = Chain(0)
-        return self.shapes if rest in self.shapes else (rest, *self.shapes)
+    def proposals(self) -> tuple[Shape | None, ...]:
+        """The shapes asked for, and plain decoding past the drafter's own positions."""
+        return (None, *self.shapes)
 
     def pspecs(self, rules: Rules) -> Any:
         """Placement of the weights, in their structure."""

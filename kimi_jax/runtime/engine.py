@@ -94,10 +94,11 @@ class BlockReport:
 class Controller(Protocol):
     """Chooses what to draft, a block at a time."""
 
-    def choose(self, lengths: Sequence[int]) -> tuple[Proposal, int]:
+    def choose(self, lengths: Sequence[int]) -> tuple[Proposal | None, int]:
         """What the cycles of the next block draft, and how many there are at most.
 
-        `lengths` are those of live rows.
+        `lengths` are those of live rows. None is plain decoding, from which these rows do not come
+        back: the drafter sees nothing of it.
         """
         ...
 
@@ -116,8 +117,12 @@ class BoundDrafter(Protocol):
 
     taps: tuple[int, ...]
     """Target streams its prefill reads."""
-    proposals: tuple[Proposal, ...]
-    """What a controller may choose from; a program is compiled for each."""
+
+    @property
+    def proposals(self) -> tuple[Proposal | None, ...]:
+        """What its controllers choose from; a program is compiled for each."""
+        ...
+
     weights: Any
     """Placed on the mesh by `pspecs`."""
 
@@ -533,8 +538,9 @@ class Engine:
 
     def _calibrate(self, batch: int) -> None:
         """Tells the controller what a cycle of each proposal costs here."""
-        if self.drafter is not None and len(self.proposals) > 1:
-            seconds = self.cycle_seconds(self.drafter.proposals, batch=batch)
+        drafting = [proposal for proposal in self.proposals if proposal is not None]
+        if self.drafter is not None and len(drafting) > 1:
+            seconds = self.cycle_seconds(drafting, batch=batch)
             self.drafter.controller(batch).calibrate(seconds)
 
     def _limit(self, request: Request) -> int:

@@ -380,7 +380,7 @@ class LLM:
         """Runs a batch, feeding every row's collector; yields each row's new piece."""
         compiles = num_compiles()
         proposals = [] if self.engine.drafter is None else self.engine.drafter.proposals
-        draft_depth = max((p.depth for p in proposals), default=None)
+        draft_depth = max((p.depth for p in proposals if p is not None), default=None)
         run = self.engine.run([reply.request for reply in replies], is_streaming=is_streaming)
         for reply in replies:
             reply.draft_depth = draft_depth
