@@ -12,7 +12,8 @@ over the repeats:
                  K + 1 tokens and their acceptance. It is given the text's own next tokens, so that
                  its rows choose experts as those of a good drafter would
     ms_cycle     the whole cycle, the drafter's part included
-    ms_draft     ms_cycle - ms_verify: drafting, and catching up on the target's true states
+    ms_draft     ms_cycle - ms_verify: drafting, and catching up on the target's true states; with a
+                 random drafter also what its drafts' rows cost more than the text's
 
 Each is a block of cycles in one call of one program, so a call's own cost is spread over them.
 `tokens_per_cycle` is counted over blocks of greedy decoding from the same places, `break_even` is
@@ -25,6 +26,7 @@ not for gains. Prints a table, then one JSON line.
 
 import argparse
 import dataclasses
+import hashlib
 import inspect
 import json
 import math
@@ -62,7 +64,7 @@ COUNTED_BLOCKS = 3
 
 @dataclasses.dataclass(frozen=True)
 class Verification:
-    """The part of a cycle that is measured alone (`engine.Proposal`); it accepts nothing."""
+    """The part of a cycle that is measured alone (`engine.Proposal`)."""
 
     num_draft_tokens: int
 
@@ -110,7 +112,7 @@ class Measured(BoundEagle3):
             )
             parents = jnp.broadcast_to(jnp.arange(K, dtype=jnp.int32), tokens[:, 1:].shape)
             logits_f32 = transformer.logits(target, out.hidden)
-            drafts = Drafts(tokens[:, 1:], parents)
+            drafts = Drafts(tokens[:, 1:], parents, mask=None)
             accepted = accept_equal(logits_f32, drafts, Chain(K), state, rules)
             # The taps end in the state, as the drafter's features would.
             carried = state.drafter.carried
@@ -351,6 +353,7 @@ def main() -> None:
         mesh=dict(llm.mesh.shape),
         config=llm.cfg.to_dict(),
         text=str(args.prompts or "argparse.py of this interpreter"),
+        text_sha256=hashlib.sha256(args.text.encode()).hexdigest()[:16],
     )
     print(json.dumps({"rows": rows, "verify_over_step_spread": spread(rows), "conditions": facts}))
 

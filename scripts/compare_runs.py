@@ -81,7 +81,7 @@ def compare(a: dict[str, Any], b: dict[str, Any], tolerance: float) -> dict[str,
         x, y = ours[name], theirs[name]
         if abs(y - x) > tolerance * max(abs(x), abs(y)):
             moved.append({"figure": name, "a": x, "b": y, "b_over_a": y / x if x else None})
-    moved.sort(key=lambda row: -abs(math.log(abs(row["b_over_a"] or 1) or 1e-9)))
+    moved.sort(key=lambda row: (-_distance(row["b_over_a"]), row["figure"]))
     left, right = (dict(flatten(run.get("conditions", {}))) for run in (a, b))
     names = [*left, *(name for name in right if name not in left)]
     missing = "(not recorded)"
@@ -97,6 +97,11 @@ def compare(a: dict[str, Any], b: dict[str, Any], tolerance: float) -> dict[str,
         "only_in_b": sorted(theirs.keys() - ours.keys()),
         "conditions_differ": differing,
     }
+
+
+def _distance(ratio: float | None) -> float:
+    """How far a figure moved, either way; to or from zero is farthest."""
+    return abs(math.log(abs(ratio))) if ratio else math.inf
 
 
 def show(found: dict[str, Any]) -> None:

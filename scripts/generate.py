@@ -107,7 +107,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_speculation(
         "--sample-drafts",
         action="store_true",
-        help="draw drafts where the reply is sampled: more are kept, the tokens differ",
+        help="draw drafts where the reply is sampled: its distribution is kept, its tokens differ",
     )
     sampling = parser.add_argument_group("sampling and stopping")
     add_sampling = sampling.add_argument
@@ -357,7 +357,7 @@ def report(args: argparse.Namespace, job: Job, llm: LLM, result: Result) -> dict
         "finish_reason": result.finish_reason,
         **dataclasses.asdict(result.usage),
         **dataclasses.asdict(result.timings),
-        **_speculation(llm, result),
+        **_speculation(llm, job, result),
         "load_seconds": llm.load_seconds,
         "conditions": conditions(
             model=args.model,
@@ -375,14 +375,20 @@ def report(args: argparse.Namespace, job: Job, llm: LLM, result: Result) -> dict
     }
 
 
-def _speculation(llm: LLM, result: Result) -> dict[str, Any]:
-    """What drafting did and cost; null without a drafter."""
+def _speculation(llm: LLM, job: Job, result: Result) -> dict[str, Any]:
+    """What drafting did and cost; null without a drafter.
+
+    Costs are of `draft_tokens`, which with `auto` is what it has settled on; the counts are of all
+    cycles.
+    """
     told = result.speculation
     if told is None:
-        names = ("drafted", "accepted_by_depth", "acceptance_rate", "tokens_per_cycle")
-        return dict.fromkeys((*names, "ms_per_cycle", "ms_per_step", "break_even"))
-    cycle, step = llm.cycle_cost(result.usage.prompt_tokens + result.usage.new_tokens)
+        names = ("draft_tokens", "drafted", "accepted_by_depth", "acceptance_rate")
+        costs = ("tokens_per_cycle", "ms_per_cycle", "ms_per_step", "break_even")
+        return dict.fromkeys((*names, *costs))
+    cycle, step = llm.cycle_cost(result.token_ids, job.params)
     return {
+        "draft_tokens": llm.engine.drafter.controller(1).current.num_draft_tokens,
         "drafted": told.drafted,
         "accepted_by_depth": told.accepted_by_depth,
         "acceptance_rate": told.acceptance_rate,

@@ -19,7 +19,7 @@ from kimi_jax.model.cache import LatentCache, move_rows
 from kimi_jax.runtime.decode import DecodeState, Step, Weights, append
 from spec import draft
 from spec.eagle3.config import DrafterConfig
-from spec.tree import Shape, StaticTree, ancestors
+from spec.tree import Shape, StaticTree, depths_of
 from spec.verify import accept_equal, accept_lossy, accept_sampled
 
 
@@ -52,10 +52,8 @@ def speculative_step(
         first = jnp.take_along_axis(state.tokens, newest[:, None], axis=1)
         tokens = jnp.concatenate([first, drafts.tokens], axis=1)
         tree, depths = None, jnp.arange(tokens.shape[1], dtype=jnp.int32)
-        if not shape.is_chain:
-            mask = ancestors(drafts.parents, shape.depth)
-            tree = TreeRows(first=newest, mask=mask)
-            depths = jnp.sum(mask, axis=-1, dtype=jnp.int32) - 1
+        if drafts.mask is not None:
+            tree, depths = TreeRows(first=newest, mask=drafts.mask), depths_of(drafts.mask)
         out = transformer.forward(
             target,
             tokens,
@@ -78,7 +76,7 @@ def speculative_step(
             accepted = accept_equal(logits_f32, drafts, shape, state, rules)
         true_taps, cache, path = out.taps, out.cache, accepted.path
         assert cache is not None
-        if not shape.is_chain:
+        if tree is not None:
             true_taps = tuple(jnp.take_along_axis(x, path[:, :, None], axis=1) for x in true_taps)
             layers = tuple(move_rows(x, path[:, 1:], newest, 1) for x in cache.layers)
             cache = LatentCache(layers=layers)

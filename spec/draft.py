@@ -22,7 +22,7 @@ from kimi_jax.runtime.sampling import (
 from spec.eagle3 import model as eagle3
 from spec.eagle3.config import DrafterConfig
 from spec.eagle3.model import Cache, Eagle3
-from spec.tree import Drafts, DynamicTree, Shape, StaticTree
+from spec.tree import Drafts, DynamicTree, Shape, StaticTree, tree_mask
 
 DRAFT_USE = 2
 """Of the random draws at one position (`position_keys`), those that sample drafts: this one for the
@@ -140,9 +140,11 @@ def _propose_static(rows: _Rows, shape: StaticTree, *, is_sampled: bool) -> tupl
             None if shape.is_chain else jnp.broadcast_to(jnp.asarray(mask), (B, *mask.shape)),
         )
         running = level.rows[level.running]
+    parents = jnp.broadcast_to(jnp.asarray(shape.parents), (B, shape.num_draft_tokens))
     drafts = Drafts(
         tokens=jnp.concatenate(tokens, axis=1) if tokens else jnp.zeros((B, 0), jnp.int32),
-        parents=jnp.broadcast_to(jnp.asarray(shape.parents), (B, shape.num_draft_tokens)),
+        parents=parents,
+        mask=None if shape.is_chain else tree_mask(parents, shape.depth),
         logits_f32=jnp.concatenate(kept_logits, axis=1) if kept_logits else None,
     )
     return drafts, rows.cache
@@ -208,9 +210,11 @@ def _propose_dynamic(rows: _Rows, shape: DynamicTree) -> tuple[Drafts, Cache]:
     wanted = jnp.take_along_axis(jnp.concatenate(all_parents, axis=1), best, axis=1)
     is_parent = wanted[:, :, None] == best[:, None, :]
     row = jnp.arange(1, shape.num_draft_tokens + 1, dtype=jnp.int32)
+    parents = jnp.sum(jnp.where(is_parent, row, 0), axis=-1, dtype=jnp.int32)
     drafts = Drafts(
         tokens=jnp.take_along_axis(jnp.concatenate(all_tokens, axis=1), best, axis=1),
-        parents=jnp.sum(jnp.where(is_parent, row, 0), axis=-1, dtype=jnp.int32),
+        parents=parents,
+        mask=tree_mask(parents, shape.depth),
     )
     return drafts, rows.cache
 

@@ -62,8 +62,9 @@ def load_drafter(
             whichever is fastest, so that speculation does not lose to plain decoding.
         tree: drafts a tree in place of a chain, a `StaticTree` or a `DynamicTree`.
         sample_drafts: draws drafts from the drafter's distribution where a request samples, and
-            accepts by rejection (more drafts stand; the distribution, not the tokens, is that of
-            plain decoding; at temperature 0, its tokens). By default drafts are the most likely
+            accepts by rejection: the reply has the distribution, not the tokens, of plain decoding
+            (at temperature 0, its tokens), and the closer the drafter's distribution is to the
+            target's, the more drafts stand. By default drafts are the most likely
             tokens, and replies the very tokens of plain decoding.
         lossy_threshold: takes every draft to which the target gives at least this probability, in
             (0, 1). More drafts stand, and **replies no longer follow the target's distribution**.
@@ -130,6 +131,11 @@ class Eagle3Drafter:
             if self.sample_drafts:
                 raise ValueError("lossy_threshold and sample_drafts are both given; take one")
 
+        if not any(shape.num_draft_tokens for shape in self.shapes):
+            given = {"sample_drafts": self.sample_drafts, "lossy_threshold": threshold is not None}
+            if names := [name for name, is_given in given.items() if is_given]:
+                raise ValueError(f"{', '.join(names)}: nothing is drafted")
+
     @property
     def shapes(self) -> tuple[Shape, ...]:
         """What a cycle may propose."""
@@ -156,6 +162,12 @@ class Eagle3Drafter:
         own = DrafterConfig.from_folder(folder, num_target_layers=cfg.num_hidden_layers, taps=taps)
         check_target(own, cfg)
         _check_mesh(own, mesh)
+        widest = max(shape.num_siblings for shape in self.shapes)
+        if widest > own.draft_vocab_size:
+            raise ValueError(
+                f"{folder}: a draft tree {widest} wide, of a drafter that knows "
+                f"{own.draft_vocab_size} tokens"
+            )
         return own
 
     def bind(self, cfg: ModelConfig, mesh: Mesh, dtype: jnp.dtype) -> "BoundEagle3":

@@ -11,6 +11,8 @@ static, so every proposal is one program.
 
 import dataclasses
 import numbers
+import typing
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -20,9 +22,11 @@ from jaxtyping import Array, Bool, Float32, Int32
 from kimi_jax.runtime.decode import MAX_DRAFT_DEPTH
 
 MAX_NODES = 63
-"""Most nodes of a tree: with the root 64 rows, the most that attention takes as few."""
+"""Most nodes of a tree, and most of one depth: with the root a verification of 64 rows."""
 
 
+# It checks its own fields, and says more about them.
+@typing.no_type_check
 @dataclasses.dataclass(frozen=True)
 class StaticTree:
     """A tree of always the same shape.
@@ -39,14 +43,16 @@ class StaticTree:
     paths: tuple[tuple[int, ...], ...]
 
     def __post_init__(self):
+        if not all(isinstance(path, Sequence) and all(map(_is_count, path)) for path in self.paths):
+            raise ValueError(
+                f"a draft tree's paths are {self.paths!r}, expected tuples of ranks from 0"
+            )
         paths = tuple(sorted((tuple(path) for path in self.paths), key=lambda p: (len(p), p)))
         object.__setattr__(self, "paths", paths)
         known = {(), *paths}
         if len(known) != len(paths) + 1:
             raise ValueError(f"a draft tree has a path twice, or an empty one: {paths}")
         for path in paths:
-            if not all(_is_count(rank) for rank in path):
-                raise ValueError(f"path {path} of a draft tree: ranks are integers from 0")
             if path[:-1] not in known:
                 raise ValueError(f"path {path} of a draft tree has no parent {path[:-1]}")
             if path[-1] and (*path[:-1], path[-1] - 1) not in known:
@@ -159,6 +165,8 @@ class DynamicTree:
             if not _is_count(value) or value < 1:
                 raise ValueError(f"{name} of a dynamic tree is {value!r}, expected at least 1")
         _check_sizes(self.num_draft_tokens, self.depth)
+        if self.top_k > MAX_NODES:
+            raise ValueError(f"top_k of a dynamic tree is {self.top_k}, at most {MAX_NODES}")
         if self.num_draft_tokens > self.num_candidates:
             raise ValueError(
                 f"a dynamic tree of depth {self.depth} and top_k {self.top_k} grows "
@@ -201,12 +209,14 @@ class Drafts(NamedTuple):
     """Target ids of the nodes."""
     parents: Int32[Array, "B M"]
     """The row of each node's parent: 0 is the root, m is node m."""
+    mask: Bool[Array, "B T T"] | None
+    """Whether row u is row t or above it, [b, t, u]: the tree mask; None for a chain."""
     logits_f32: Float32[Array, "B X V"] | None = None
     """Of sampled drafts, the logits of the distribution each parent's children were drawn from."""
 
 
-def ancestors(parents: Int32[Array, "B M"], depth: int) -> Bool[Array, "B T T"]:
-    """Whether row u is row t or above it, [b, t, u]: the tree mask."""
+def tree_mask(parents: Int32[Array, "B M"], depth: int) -> Bool[Array, "B T T"]:
+    """The mask of nodes with these parents, at most so deep."""
     T = parents.shape[1] + 1
     rows = jnp.arange(T, dtype=jnp.int32)
     own = jnp.eye(T, dtype=jnp.bool_)[None]
@@ -220,11 +230,17 @@ def ancestors(parents: Int32[Array, "B M"], depth: int) -> Bool[Array, "B T T"]:
     return mask
 
 
-def texts(drafts: Drafts, mask: Bool[Array, "B T T"], depth: int) -> Int32[Array, "B T _"]:
-    """The drafted tokens that lead to each row, the first draft first; 0 past the row's depth."""
-    depths = jnp.sum(mask, axis=-1, dtype=jnp.int32) - 1
+def depths_of(mask: Bool[Array, "B T T"]) -> Int32[Array, "B T"]:
+    """How many drafts lead to each row; 0 for the root."""
+    return jnp.sum(mask, axis=-1, dtype=jnp.int32) - 1
+
+
+def tokens_before(drafts: Drafts, depth: int) -> Int32[Array, "B T _"]:
+    """The drafts that lead to each row of a tree, the first one first; 0 past the row's depth."""
+    assert drafts.mask is not None
     at = jnp.arange(1, depth + 1, dtype=jnp.int32)
-    is_there = mask[:, :, None, 1:] & (depths[:, None, None, 1:] == at[:, None])
+    is_there = depths_of(drafts.mask)[:, None, None, 1:] == at[:, None]
+    is_there = is_there & drafts.mask[:, :, None, 1:]
     return jnp.sum(jnp.where(is_there, drafts.tokens[:, None, None], 0), axis=-1, dtype=jnp.int32)
 
 

@@ -8,8 +8,8 @@ with the probability of one of them being drawn, which is the most any exact rul
 `accept_sampled` is speculative sampling (arXiv 2211.17192, section 2.3) for drafts drawn from a
 known distribution q: a draft stands with probability min(1, p/q), and one that falls leaves
 max(p - q, 0) to its siblings and at last to the token drawn in their place (arXiv 2402.14160,
-section 3.1). It accepts more, and keeps the distribution, not the tokens, of plain decoding. At
-temperature 0 both give the tokens of plain decoding.
+section 3.1). It keeps the distribution, not the tokens, of plain decoding, and accepts the more the
+closer q is to p. At temperature 0 both give the tokens of plain decoding.
 
 `accept_lossy` is neither: it takes more drafts than an exact rule and changes the distribution.
 """
@@ -34,7 +34,7 @@ from kimi_jax.runtime.sampling import (
     repeat_rows,
     sample_tokens,
 )
-from spec.tree import Drafts, Shape, StaticTree, ancestors, texts
+from spec.tree import Drafts, Shape, StaticTree, depths_of, tokens_before
 
 ACCEPT_USE = 1
 """Of the random draws at one position (`position_keys`), those that accept drafts: this one, and
@@ -100,18 +100,18 @@ def accept_sampled(
     draft_probs = jax.nn.softmax(drafts.logits_f32, axis=-1)
     proposer = jnp.asarray(shape.proposers)
 
-    def begin(row: Int32[Array, " B"]) -> Float32[Array, "B V"]:
+    def proposed_by(row: Int32[Array, " B"]) -> Float32[Array, "B V"]:
         return _take(draft_probs, proposer[row][:, None])[:, 0]
 
-    def judge(child: _Child, p: jax.Array, q: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        target_prob, draft_prob = _at(p, child.token), _at(q, child.token)
+    def judge(child: _Child, target: jax.Array, draft: jax.Array) -> tuple:
+        draft_prob = _at(draft, child.token)
         # A distribution of fewer tokens than siblings leaves some that were never drawn.
         is_drawn = (draft_prob > 0) | (state.sampling.temperature == 0)
-        is_accepted = is_drawn & (child.coin * draft_prob < target_prob)
-        rest = _normalized(jnp.maximum(p - q, 0.0), p)
-        return is_accepted, rest, _normalized(_without(q, child.token), q)
+        is_accepted = is_drawn & (child.coin * draft_prob < _at(target, child.token))
+        target_left = _normalized(jnp.maximum(target - draft, 0.0), target)
+        return is_accepted, target_left, _normalized(_without(draft, child.token), draft)
 
-    return _accept_by_coin(logits_f32, drafts, shape, state, rules, begin, judge)
+    return _accept_by_coin(logits_f32, drafts, shape, state, rules, proposed_by, judge)
 
 
 def accept_lossy(
@@ -130,15 +130,12 @@ def accept_lossy(
     resemble the drafter's. Greedy rows, whose distribution is one token, stay exact.
     """
 
-    def begin(row: Int32[Array, " B"]) -> None:
-        return None
+    def judge(child: _Child, target: jax.Array, draft: None) -> tuple:
+        is_accepted = (child.coin < _at(target, child.token)) | (child.target_prob >= threshold)
+        target_left = _normalized(_without(target, child.token), target)
+        return is_accepted, target_left, None
 
-    def judge(child: _Child, p: jax.Array, q: None) -> tuple[jax.Array, jax.Array, None]:
-        prob = _at(p, child.token)
-        rest = _normalized(_without(p, child.token), p)
-        return (child.coin < prob) | (prob >= threshold), rest, q
-
-    return _accept_by_coin(logits_f32, drafts, shape, state, rules, begin, judge)
+    return _accept_by_coin(logits_f32, drafts, shape, state, rules, lambda row: None, judge)
 
 
 class _Child(NamedTuple):
@@ -147,6 +144,8 @@ class _Child(NamedTuple):
     token: Int32[Array, " B"]
     coin: Float32[Array, " B"]
     """In [0, 1), its own."""
+    target_prob: Float32[Array, " B"]
+    """What the target gives it, whatever siblings have fallen."""
 
 
 def _accept_by_coin(
@@ -155,13 +154,14 @@ def _accept_by_coin(
     shape: Shape,
     state: DecodeState,
     rules: Rules,
-    begin: Callable,
+    proposed_by: Callable,
     judge: Callable,
 ) -> Accepted:
     """Walks down the drafts, siblings in order, each accepted or not by `judge`.
 
-    `judge(child, p, q)` gives whether it stands and, if not, what is left of p and q; p begins as
-    the target's distribution after a row, q as `begin(row)`. The last token is drawn from p.
+    `judge(child, target, draft)` gives whether it stands and, if not, what is left of both for its
+    siblings. They begin as the target's distribution after a row and `proposed_by(row)`, the one
+    its children were drawn from. The last token is drawn from what is left of the target's.
     """
     rows = _Rows(state, drafts, shape)
     flat = logits_f32.reshape(-1, logits_f32.shape[-1])
@@ -180,7 +180,8 @@ def _accept_by_coin(
     def follow(
         depth: int, row: Int32[Array, " B"]
     ) -> tuple[Int32[Array, " B"], Float32[Array, "B V"]]:
-        p, q = _take(target_probs, row[:, None])[:, 0], begin(row)
+        whole = _take(target_probs, row[:, None])[:, 0]
+        target, draft = whole, proposed_by(row)
         is_child = drafts.parents == row[:, None]
         order = jnp.cumsum(is_child.astype(jnp.int32), axis=1)
         found = jnp.zeros_like(row)
@@ -188,14 +189,15 @@ def _accept_by_coin(
             node = _first_row(is_child & (order == rank + 1))
             at = jnp.maximum(node - 1, 0)[:, None]
             token = jnp.take_along_axis(drafts.tokens, at, axis=1)[:, 0]
-            child = _Child(token, _coin(state, depth, node))
-            is_accepted, p_left, q_left = judge(child, p, q)
+            child = _Child(token, _coin(state, depth, node), _at(whole, token))
+            is_accepted, target_left, draft_left = judge(child, target, draft)
             is_open = (node > 0) & (found == 0)
             found = jnp.where(is_open & is_accepted, node, found)
             has_fallen = (is_open & ~is_accepted)[:, None]
-            p = jnp.where(has_fallen, p_left, p)
-            q = None if q is None else jnp.where(has_fallen, q_left, q)
-        return found, p
+            target = jnp.where(has_fallen, target_left, target)
+            if draft is not None:
+                draft = jnp.where(has_fallen, draft_left, draft)
+        return found, target
 
     path, num_accepted, left = _walk(follow, shape.depth, state)
     if left is None:
@@ -251,13 +253,12 @@ class _Rows:
         T = M + 1
         batch = jnp.arange(self._B * T, dtype=jnp.int32)[:, None]
         lengths = jnp.repeat(state.lengths, T)
-        if shape.is_chain:
+        if drafts.mask is None:
             leading = jnp.repeat(drafts.tokens, T, axis=0)
             depths = jnp.tile(jnp.arange(T, dtype=jnp.int32), self._B)
         else:
-            mask = ancestors(drafts.parents, shape.depth)
-            leading = texts(drafts, mask, shape.depth).reshape(self._B * T, -1)
-            depths = (jnp.sum(mask, axis=-1, dtype=jnp.int32) - 1).reshape(-1)
+            leading = tokens_before(drafts, shape.depth).reshape(self._B * T, -1)
+            depths = depths_of(drafts.mask).reshape(-1)
         # Penalties count the drafts before a place as if they stood.
         at = lengths[:, None] + jnp.arange(shape.depth, dtype=jnp.int32)
         self.tokens = jnp.repeat(state.tokens, T, axis=0).at[batch, at].set(leading)
@@ -285,19 +286,19 @@ def _take(x: Array, at: Int32[Array, "B X"]) -> Array:
     return jnp.take_along_axis(x, at.reshape(*at.shape, *(1,) * (x.ndim - 2)), axis=1)
 
 
-def _at(p: Float32[Array, "B V"], token: Int32[Array, " B"]) -> Float32[Array, " B"]:
-    return jnp.take_along_axis(p, token[:, None], axis=1)[:, 0]
+def _at(probs: Float32[Array, "B V"], token: Int32[Array, " B"]) -> Float32[Array, " B"]:
+    return jnp.take_along_axis(probs, token[:, None], axis=1)[:, 0]
 
 
-def _without(p: Float32[Array, "B V"], token: Int32[Array, " B"]) -> Float32[Array, "B V"]:
-    ids = jnp.arange(p.shape[1], dtype=jnp.int32)
-    return jnp.where(ids == token[:, None], 0.0, p)
+def _without(probs: Float32[Array, "B V"], token: Int32[Array, " B"]) -> Float32[Array, "B V"]:
+    ids = jnp.arange(probs.shape[1], dtype=jnp.int32)
+    return jnp.where(ids == token[:, None], 0.0, probs)
 
 
-def _normalized(p: Float32[Array, "B V"], otherwise: Array) -> Float32[Array, "B V"]:
+def _normalized(probs: Float32[Array, "B V"], otherwise: Array) -> Float32[Array, "B V"]:
     """Summing to 1; `otherwise` where rounding has left nothing."""
-    total = jnp.sum(p, axis=-1, keepdims=True)
-    return jnp.where(total > 0, p / jnp.where(total > 0, total, 1.0), otherwise)
+    total = jnp.sum(probs, axis=-1, keepdims=True)
+    return jnp.where(total > 0, probs / jnp.where(total > 0, total, 1.0), otherwise)
 
 
 def _coin(state: DecodeState, depth: int, node: Int32[Array, " B"]) -> Float32[Array, " B"]:

@@ -2,12 +2,14 @@
 
     out[t] = sum_a combine[t, a] * down_e(silu(gate_e x[t]) * up_e x[t]),   e = expert_ids[t, a]
 
-Weights are either floating point or INT4 in the kernel layout. An expert no token chose is never
-read. A pair whose id lies outside 0..E-1 (padding, or an expert of another device) costs nothing.
-Few tokens run every used expert over all of them; many are sorted into blocks of one expert each.
+Weights are either floating point or INT4 in the kernel layout. An expert no token chose costs
+nothing, nor does a pair whose id lies outside 0..E-1 (padding, or an expert of another device);
+small experts are an exception (`_one_token`). Of few tokens, an expert runs over the one that chose
+it, or over all if several did; many tokens are sorted into blocks of one expert each.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from kernels_pallas.grouped_matmul.layout import GROUP_SIZE, Int4Weight, nibble_planes
 
 FEW_TOKENS = 16
-"""Up to here a used expert runs over all tokens; beyond, tokens are sorted by expert."""
+"""Up to here an expert of several tokens runs over all of them; beyond, tokens are sorted."""
 
 BLOCK_ROWS = 32
 """Rows of a sorted block: rows a group's last block has too many are wasted."""
@@ -29,6 +31,10 @@ PIECE_BYTES = 256 * 1024
 
 MOST_PIECES = 8
 """Pieces of a matrix, each of them code of its own: large matrices take larger ones."""
+
+SMALL_EXPERT_BYTES = 1024 * 1024
+"""One token's experts up to this size in float32 run side by side; the temporaries of larger ones
+would push one another out of the cache, and cost four times as much."""
 
 ExpertWeight = Float[Array, "E in out"] | Int4Weight
 
@@ -144,12 +150,22 @@ def _one_token(
     x: jax.Array, experts: ExpertWeights, ids: jax.Array, combine_f32: jax.Array
 ) -> jax.Array:
     E = num_experts(experts)
+    is_here = (ids >= 0) & (ids < E)
+
+    def ffn(a: jax.Array | int, expert: jax.Array) -> jax.Array:
+        return combine_f32[a] * _ffn_by_pieces(x, experts, expert)
+
+    if _are_small(experts):
+        # Without a loop or a condition XLA:CPU runs them side by side; an absent pair's expert 0
+        # is cheaper than either.
+        parts = [
+            jnp.where(is_here[a], ffn(a, jnp.where(is_here[a], ids[a], 0)), 0.0)
+            for a in range(ids.shape[0])
+        ]
+        return functools.reduce(jnp.add, parts)
 
     def add(a: jax.Array, out_f32: jax.Array) -> jax.Array:
-        def run() -> jax.Array:
-            return out_f32 + combine_f32[a] * _ffn_by_pieces(x, experts, ids[a])
-
-        return jax.lax.cond((ids[a] >= 0) & (ids[a] < E), run, lambda: out_f32)
+        return jax.lax.cond(is_here[a], lambda: out_f32 + ffn(a, ids[a]), lambda: out_f32)
 
     return jax.lax.fori_loop(0, ids.shape[0], add, jnp.zeros(x.shape, jnp.float32))
 
@@ -157,19 +173,46 @@ def _one_token(
 def _few_tokens(
     x: jax.Array, experts: ExpertWeights, ids: jax.Array, combine_f32: jax.Array
 ) -> jax.Array:
+    """An expert of one token runs over that token alone, the others over all of them."""
     E = num_experts(experts)
     chosen = ids[:, :, None] == jnp.arange(E, dtype=ids.dtype)
-    combine_by_expert_f32 = jnp.sum(jnp.where(chosen, combine_f32[:, :, None], 0.0), axis=1)
-    used = jnp.any(chosen, axis=(0, 1))
-    (used_first,) = jnp.nonzero(used, size=min(E, ids.size), fill_value=0)
+    share_f32 = jnp.sum(jnp.where(chosen, combine_f32[:, :, None], 0.0), axis=1)
+    is_of = jnp.any(chosen, axis=1)
+    num_tokens = jnp.sum(is_of.astype(jnp.int32), axis=0)
 
-    def add(i: jax.Array, out_f32: jax.Array) -> jax.Array:
-        expert = used_first[i]
-        share_f32 = jax.lax.dynamic_index_in_dim(combine_by_expert_f32, expert, axis=1)
-        return out_f32 + share_f32 * _ffn_of_expert(x, experts, expert)
+    def add_alone(expert: jax.Array, out_f32: jax.Array) -> jax.Array:
+        token = jnp.argmax(is_of[:, expert])
+        row = jax.lax.dynamic_slice_in_dim(x, token, 1)
+        y_f32 = share_f32[token, expert] * _ffn_by_pieces(row, experts, expert)
+        old_f32 = jax.lax.dynamic_slice_in_dim(out_f32, token, 1)
+        return jax.lax.dynamic_update_slice_in_dim(out_f32, old_f32 + y_f32, token, 0)
 
-    count = jnp.sum(used.astype(jnp.int32))
-    return jax.lax.fori_loop(0, count, add, jnp.zeros(x.shape, jnp.float32))
+    def add_shared(expert: jax.Array, out_f32: jax.Array) -> jax.Array:
+        share = jax.lax.dynamic_index_in_dim(share_f32, expert, axis=1)
+        return out_f32 + share * _ffn_of_expert(x, experts, expert)
+
+    most = min(E, ids.size)
+    out_f32 = jnp.zeros(x.shape, jnp.float32)
+    out_f32 = _over_experts(num_tokens == 1, most, add_alone, out_f32)
+    return _over_experts(num_tokens > 1, most, add_shared, out_f32)
+
+
+def _over_experts(
+    is_meant: Array, most: int, run: Callable[[jax.Array, jax.Array], jax.Array], carry: jax.Array
+) -> jax.Array:
+    """Folds `run(expert, carry)` over the experts meant, `most` of them at most."""
+    (experts,) = jnp.nonzero(is_meant, size=most, fill_value=0)
+    count = jnp.sum(is_meant.astype(jnp.int32))
+    return jax.lax.fori_loop(0, count, lambda i, carry: run(experts[i], carry), carry)
+
+
+def _are_small(experts: ExpertWeights) -> bool:
+    """Whether several experts' dequantised matrices fit into the cache together."""
+    values = 0
+    for weight in experts:
+        one = weight.packed if isinstance(weight, Int4Weight) else weight
+        values += math.prod(one.shape[1:]) * (2 if isinstance(weight, Int4Weight) else 1)
+    return 4 * values <= SMALL_EXPERT_BYTES
 
 
 class _Sorted(NamedTuple):

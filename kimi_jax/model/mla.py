@@ -159,6 +159,7 @@ def attention_layer(
     """
     with jax.named_scope("mla"):
         queries = project(attn, cfg, x, *angles)
+        assert tree is None or (cache is not None and not is_prefill)
         if cache is None:
             visible = positions[:, :, None] >= positions[:, None, :]
             out = attend_naive(attn, cfg, queries, queries.rows, visible)

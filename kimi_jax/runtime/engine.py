@@ -7,6 +7,7 @@ all from short fixed lists, so that after `warm_up` nothing compiles whatever th
 import dataclasses
 import functools
 import logging
+import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -76,15 +77,14 @@ class Proposal(Protocol):
 class BlockReport:
     """What one block of cycles gave, for whoever chooses the next.
 
-    `row_cycles`, `tokens` and `accepted_by_depth` are means over the rows that were live when it
-    began. `is_timed` says whether `seconds` are those of the cycles alone: a block that compiled
-    says nothing about the next.
+    `row_cycles` and `accepted_by_depth` are means over the rows that were live when it began.
+    `is_timed` says whether `seconds` are those of the cycles alone: a block that compiled says
+    nothing about the next.
     """
 
     proposal: Proposal
     cycles: int
     row_cycles: float
-    tokens: float
     accepted_by_depth: tuple[float, ...]
     seconds: float
     is_timed: bool
@@ -93,6 +93,11 @@ class BlockReport:
 @runtime_checkable
 class Controller(Protocol):
     """Chooses what to draft, a block at a time."""
+
+    @property
+    def current(self) -> Proposal:
+        """What it has settled on; asking changes nothing."""
+        ...
 
     def choose(self, lengths: Sequence[int]) -> tuple[Proposal | None, int]:
         """What the cycles of the next block draft, and how many there are at most.
@@ -503,38 +508,37 @@ class Engine:
         proposals: Sequence[Proposal | None],
         *,
         batch: int = 1,
-        context: int = 1,
-        repeats: int = 3,
+        text: Sequence[int] | None = None,
+        params: SamplingParams | None = None,
+        repeats: int = 5,
     ) -> dict[Proposal | None, float]:
-        """Seconds a cycle of each proposal takes here, None being a plain step; best of repeats.
+        """Seconds a cycle of each proposal takes here, None being a plain step; medians.
 
-        They take turns in short blocks at this context, each a call of its program with all it
-        costs outside the cycles. Compiles what is not yet compiled.
+        They take turns in short blocks after this text, each a call of its program with all it
+        costs outside the cycles. Without a text it is noise of a few dozen tokens: a token's own
+        choice of experts is part of what rows cost. Compiles what is not yet compiled.
         """
-        params = SamplingParams(max_new_tokens=None, seed=0)
-        requests = [Request(prompt=(0,), params=params, stop_ids=())] * batch
+        noise = np.random.default_rng(0).integers(0, self.cfg.vocab_size, MAX_BLOCK_TOKENS)
+        ids = noise.tolist() if text is None else list(text)
+        ids = ids[: max(1, self.max_length - MAX_BLOCK_TOKENS)]
+        free = dataclasses.replace(params or SamplingParams(seed=0), max_new_tokens=None)
+        requests = [Request(prompt=tuple(ids), params=free, stop_ids=())] * batch
         B = first_at_least(self.batch_sizes, batch)
-        start = max(1, min(context, self.max_length - MAX_BLOCK_TOKENS))
-        end = min(start + MAX_BLOCK_TOKENS, self.max_length)
+        end = min(len(ids) + MAX_BLOCK_TOKENS, self.max_length)
         S = first_at_least(self.capacities, end + self._slack)
-        state = self.new_state(requests, batch=B, capacity=S)
-        lengths, cycles = jnp.full_like(state.lengths, start), jnp.zeros_like(state.cycles)
+        state = self.prefill(self.new_state(requests, batch=B, capacity=S), len(ids) - 1)
         nobody = np.zeros((B,), np.bool_)
-        seconds = dict.fromkeys(proposals, float("inf"))
+        seconds: dict[Proposal | None, list[float]] = {proposal: [] for proposal in proposals}
         for repeat in range(repeats + 1):
-            for proposal in proposals:
-                state = replace(
-                    state, lengths=lengths + 0, cycles=cycles + 0, reasons=0 * state.reasons
-                )
-                state = jax.device_put(state, self._placements(self._state_pspecs(state)))
+            for proposal in seconds:
+                own = jax.block_until_ready(jax.tree.map(jnp.copy, state))
                 began = time.perf_counter()
-                state, block = self.decode(state, MEASURED_CYCLES, nobody, proposal)
+                _, block = self.decode(own, MEASURED_CYCLES, nobody, proposal)
                 done = int(jax.device_get(block.cycles).max())
-                each = (time.perf_counter() - began) / max(done, 1)
                 # The first call may compile.
                 if repeat:
-                    seconds[proposal] = min(seconds[proposal], each)
-        return seconds
+                    seconds[proposal].append((time.perf_counter() - began) / max(done, 1))
+        return {proposal: statistics.median(each) for proposal, each in seconds.items()}
 
     def _calibrate(self, batch: int) -> None:
         """Tells the controller what a cycle of each proposal costs here."""
@@ -587,19 +591,22 @@ class Run:
             cancelled = np.zeros(state.lengths.shape, np.bool_)
             cancelled[list(self._cancelled)] = True
             state = engine.fit(state, requests, lengths)
-            proposal, most, compiles = None, num_cycles, num_compiles()
+            # Growing the cache, now and then, is no part of what a cycle costs.
+            fitted, compiles = time.perf_counter(), num_compiles()
+            proposal, most = None, num_cycles
             if controller is not None:
                 proposal, most = controller.choose([lengths[row] for row in running])
             state, block = engine.decode(state, min(num_cycles, most), cancelled, proposal)
             updates = _row_updates(requests, block, running)
             for update in updates:
                 lengths[update.row] += len(update.token_ids)
-            seconds = time.perf_counter() - began
+            ended = time.perf_counter()
+            seconds = ended - began
             self.decode_seconds += seconds
             if controller is not None and proposal is not None:
                 is_timed = num_compiles() == compiles
                 controller.observe(
-                    _report(proposal, updates, before, seconds=seconds, is_timed=is_timed)
+                    _report(proposal, updates, before, seconds=ended - fitted, is_timed=is_timed)
                 )
             before = {update.row: update for update in updates}
             running -= {u.row for u in updates if u.finish != Finish.RUNNING}
@@ -632,7 +639,6 @@ def _report(
         proposal=proposal,
         cycles=max(u.cycles - before[u.row].cycles for u in updates),
         row_cycles=mean(u.cycles - before[u.row].cycles for u in updates),
-        tokens=mean(len(u.token_ids) for u in updates),
         accepted_by_depth=tuple(
             mean(u.accepted[d] - before[u.row].accepted[d] for u in updates) for d in depths
         ),

@@ -285,11 +285,13 @@ class LLM:
             scores.append(np.concatenate(parts)[: len(ids) - 1])
         return scores
 
-    def cycle_cost(self, context: int = 1) -> tuple[float, float]:
-        """Seconds of a cycle as the next block would run it, and of a plain step, for one row.
+    def cycle_cost(
+        self, text: Prompt | None = None, params: SamplingParams | None = None
+    ) -> tuple[float, float]:
+        """Seconds of a cycle of what the drafter's controller has settled on, and of a plain step.
 
-        Measured now, in turns, at this context; their quotient is the break-even in tokens a cycle.
-        Compiles what is not compiled yet.
+        Of one row, measured now, in turns, after this text and with these options; their quotient
+        is the break-even in tokens a cycle. Compiles what is not compiled yet.
 
         Raises:
             ValueError: there is no drafter.
@@ -297,9 +299,10 @@ class LLM:
         drafter = self.engine.drafter
         if drafter is None:
             raise ValueError("without a drafter a cycle is a plain step")
-        proposal, _ = drafter.controller(1).choose([context])
-        seconds = self.engine.cycle_seconds([proposal, None], context=context)
-        return seconds[proposal], seconds[None]
+        ids = None if text is None else self._check_prompt(text, "text")
+        current = drafter.controller(1).current
+        seconds = self.engine.cycle_seconds([current, None], text=ids, params=params)
+        return seconds[current], seconds[None]
 
     def warm_up(self) -> int:
         """Compiles every program a request can reach, so that none compiles later."""

@@ -234,6 +234,7 @@ def _llama_attention(
     N, P = q.shape[2], keys.shape[1]
     k_rows, v_rows = (c.reshape(B, -1, P, H) for c in (keys, values))
     if is_prefill:
+        assert tree is None
 
         def keys_values(first: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
             def cut(rows: jax.Array) -> jax.Array:

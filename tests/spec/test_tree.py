@@ -6,7 +6,7 @@ import pytest
 
 from kimi_jax.runtime.engine import Proposal
 from spec import DynamicTree, StaticTree, load_drafter
-from spec.tree import Chain, Drafts, ancestors, texts
+from spec.tree import Chain, Drafts, tokens_before, tree_mask
 
 TREE = StaticTree(((0, 0), (1,), (0,), (1, 0), (0, 1), (0, 1, 0)))
 
@@ -30,7 +30,7 @@ def test_a_chain_is_a_tree_without_siblings():
 
 def test_the_mask_names_a_nodes_ancestors_and_itself():
     parents = jnp.asarray(TREE.parents)[None]
-    mask = np.asarray(ancestors(parents, TREE.depth))[0]
+    mask = np.asarray(tree_mask(parents, TREE.depth))[0]
     expected = [{0}, {0, 1}, {0, 2}, {0, 1, 3}, {0, 1, 4}, {0, 2, 5}, {0, 1, 4, 6}]
     assert [set(np.flatnonzero(row).tolist()) for row in mask] == expected
 
@@ -38,7 +38,8 @@ def test_the_mask_names_a_nodes_ancestors_and_itself():
 def test_the_text_before_a_row_is_its_branch():
     tokens = jnp.asarray([[10, 20, 11, 12, 21, 13]], jnp.int32)
     parents = jnp.asarray(TREE.parents)[None]
-    found = texts(Drafts(tokens, parents), ancestors(parents, 3), 3)[0].tolist()
+    drafts = Drafts(tokens, parents, tree_mask(parents, 3))
+    found = tokens_before(drafts, 3)[0].tolist()
     none = [0, 0, 0]
     assert found == [
         none,
@@ -58,7 +59,8 @@ def test_the_text_before_a_row_is_its_branch():
         (((1,),), "lacks its sibling"),
         (((0,), (0,)), "twice"),
         (((0,), ()), "empty"),
-        (((-1,),), "integers from 0"),
+        (((-1,),), "ranks from 0"),
+        ((0, 1), "expected tuples"),
         (tuple((0,) * n for n in range(1, 10)), "9 deep, at most 8"),
         (tuple((n,) for n in range(64)), "64 nodes, at most 63"),
     ],
@@ -77,6 +79,7 @@ def test_a_static_tree_must_hang_together(paths, problem):
         ((2, 3, 2), "cannot be 3 deep"),
         ((64, 8, 8), "at most 63"),
         ((20, 9, 4), "at most 8"),
+        ((8, 4, 1000), "top_k of a dynamic tree is 1000, at most 63"),
     ],
 )
 def test_a_dynamic_tree_must_be_able_to_grow(sizes, problem):

@@ -20,7 +20,7 @@ from kimi_jax.runtime.sampling import (
 )
 from spec import StaticTree, verify
 from spec.draft import DRAFT_USE
-from spec.tree import Chain, Drafts
+from spec.tree import Chain, Drafts, tree_mask
 from spec.verify import accept_equal, accept_lossy, accept_sampled
 
 V, K = 4, 2
@@ -59,7 +59,8 @@ SHAPES = (CHAIN, TREE)
 def drafts_of(shape, tokens, logits=None) -> Drafts:
     tokens = jnp.asarray(tokens, jnp.int32)
     parents = jnp.broadcast_to(jnp.asarray(shape.parents), tokens.shape)
-    return Drafts(tokens, parents, logits)
+    mask = None if shape.is_chain else tree_mask(parents, shape.depth)
+    return Drafts(tokens, parents, mask, logits)
 
 
 @pytest.mark.parametrize(
@@ -100,9 +101,9 @@ def test_rejection_is_exact_by_enumeration(shape, monkeypatch):
     in the middle of each cell, weighs them exactly.
     """
     GRID = 12
-    q = np.array([0.5, 0.25, 0.25])
-    # Of each row; p / q and, after a first sibling has fallen, p' / q' are multiples of 1/12.
-    rows = [[0.25, 0.5, 0.25], [0.5, 0.25, 0.25], [0.25, 0.25, 0.5]]
+    # The first sibling's thresholds are 1/2, 7/6 and 5/2, the second's 1/3 or over 1.
+    q = np.array([1 / 2, 3 / 8, 1 / 8])
+    rows = [[1 / 4, 7 / 16, 5 / 16], [0.5, 0.25, 0.25], [0.25, 0.25, 0.5]]
     T = shape.num_draft_tokens + 1
     target = np.array([rows[row % 3] for row in range(T)])
     num_first = sum(len(path) == 1 for path in shape.paths)
@@ -149,9 +150,15 @@ def test_rejection_is_exact_by_enumeration(shape, monkeypatch):
     np.testing.assert_allclose(emitted, target[0], atol=1e-6)
 
 
-@functools.partial(jax.jit, static_argnames=("shape", "is_sampled"))
-def emitted(state: DecodeState, *, shape: StaticTree, is_sampled: bool):
+def exact_by_coin(*args):
+    """The lossy rule where no draft is likely enough to stand by that alone."""
+    return accept_lossy(*args, threshold=1.1)
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "rule"))
+def emitted(state: DecodeState, *, shape: StaticTree, rule: str):
     """One cycle of every row, one program for all options."""
+    is_sampled = rule == "sampled"
     T = shape.num_draft_tokens + 1
     logits = jnp.broadcast_to(jnp.asarray(TARGET[:T]), (ROWS, T, V))
     inner = sorted({int(parent) for parent in shape.parents})
@@ -168,8 +175,8 @@ def emitted(state: DecodeState, *, shape: StaticTree, is_sampled: bool):
         best, _, _ = top_tokens(q, len(children))
         tokens = tokens.at[:, children].set(best)
     logits_q = jnp.stack(kept, axis=1) if is_sampled else None
-    rule = accept_sampled if is_sampled else accept_equal
-    found = rule(logits, drafts_of(shape, tokens, logits_q), shape, state, WHOLE)
+    rules = {"equal": accept_equal, "sampled": accept_sampled, "coin": exact_by_coin}
+    found = rules[rule](logits, drafts_of(shape, tokens, logits_q), shape, state, WHOLE)
     return found.chosen.token, found.counts, found.path
 
 
@@ -180,9 +187,9 @@ TARGET, DRAFTER = RNG.standard_normal((2, 6, V)).astype(np.float32)
 @pytest.mark.parametrize(
     "options", [{}, {"temperature": 0.7}, {"top_k": 2}, {"top_p": 0.6}, {"min_p": 0.5}]
 )
-@pytest.mark.parametrize("is_sampled", [False, True])
+@pytest.mark.parametrize("rule", ["equal", "sampled", "coin"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_distribution_is_that_of_plain_sampling(options, is_sampled, shape):
+def test_the_distribution_is_that_of_plain_sampling(options, rule, shape):
     """The token after every row of the path, by chi-square against the target's own distribution.
 
     A row's distribution does not hang on the tokens before it, so what follows an accepted node is
@@ -192,7 +199,7 @@ def test_the_distribution_is_that_of_plain_sampling(options, is_sampled, shape):
     state = jax.tree.map(lambda x: jnp.repeat(x, ROWS, axis=0), state_of(params))
     seeds = np.random.default_rng(0).integers(0, 2**32, (ROWS, 2), np.uint32)
     state = replace(state, sampling=replace(state.sampling, seed=jnp.asarray(seeds)))
-    token, counts, path = map(np.asarray, emitted(state, shape=shape, is_sampled=is_sampled))
+    token, counts, path = map(np.asarray, emitted(state, shape=shape, rule=rule))
     T = shape.num_draft_tokens + 1
     rows = make_sampling_state(params * T, V)
     expected = np.asarray(jax.nn.softmax(filter_logits(jnp.asarray(TARGET[:T]), rows), axis=-1))
@@ -208,7 +215,7 @@ def test_the_distribution_is_that_of_plain_sampling(options, is_sampled, shape):
         chi_square = np.sum((seen[kept] - want[kept]) ** 2 / want[kept])
         # The 99.99 % points for 3, 2, 1 and 0 degrees of freedom.
         assert chi_square < {4: 21.1, 3: 18.4, 2: 15.1, 1: 1e-9}[int(kept.sum())], row
-    if is_sampled and shape == CHAIN:
+    if rule == "sampled" and shape == CHAIN:
         # Leviathan et al.: a draft stands with probability sum(min(p, q)).
         q = np.asarray(jax.nn.softmax(filter_logits(jnp.asarray(DRAFTER[:1]), rows_of(params)), -1))
         rate = np.minimum(expected[0], q[0]).sum()

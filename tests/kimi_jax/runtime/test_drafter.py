@@ -38,14 +38,15 @@ class Some:
 class Fixed:
     """The same in every block."""
 
+    current = Some()
+
     def choose(self, lengths):
         return Some(), 64
 
     def observe(self, report):
         assert report.proposal == Some()
-        assert report.tokens <= report.row_cycles * DRAFTED
-        assert report.row_cycles <= report.cycles
-        assert report.tokens >= report.row_cycles + sum(report.accepted_by_depth) - DRAFTED
+        assert 0 < report.row_cycles <= report.cycles
+        assert sum(report.accepted_by_depth) <= report.row_cycles * (DRAFTED - 1)
 
     def calibrate(self, seconds):
         raise AssertionError("there is nothing to choose from")
