@@ -1,6 +1,9 @@
-"""Strict numerics and 8 CPU devices for every test."""
+"""Strict numerics, 8 CPU devices and one cache of compiled programs for every test."""
 
+import atexit
 import os
+import shutil
+import tempfile
 
 # Read once by XLA when the backend starts, so before JAX is imported.
 os.environ["XLA_FLAGS"] = (
@@ -8,6 +11,13 @@ os.environ["XLA_FLAGS"] = (
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Most of the tests' time is compiling. What one worker, or one script, has compiled the others of
+# this run read; name a folder to keep it from run to run.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    _compiled = tempfile.mkdtemp(prefix="kimi-jax-tests-")
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _compiled
+    atexit.register(shutil.rmtree, _compiled, ignore_errors=True)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 import jax  # noqa: E402
 import numerics  # noqa: E402

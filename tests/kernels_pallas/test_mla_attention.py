@@ -74,3 +74,23 @@ def test_a_batch_of_one_equals_its_row_in_a_batch(arrays, assert_close):
         alone = attend(*(a[b : b + 1] for a in arrays), scale=SCALE)
         # Another product shape may sum in another order.
         assert_close(alone[0], expected[b], atol=1e-6)
+
+
+def test_a_tree_sees_the_text_and_its_own_branch(arrays, assert_close):
+    """Each query attends to the slots before the tree and to those its mask names, no others."""
+    q_latent, q_rope, cache, _ = arrays
+    # Two rows of a root with two children; the tree begins at slots 0 and 5.
+    first = np.array([0, 5])
+    mask = np.array([[1, 0, 0], [1, 1, 0], [1, 0, 1]], bool)[None].repeat(B, axis=0)
+    last = np.repeat(first[:, None] - 1, T, axis=1).astype(np.int32)
+    out = jax.jit(mla_attention, static_argnames="scale")(
+        q_latent, q_rope, cache.reshape(-1, C + R), last, scale=SCALE, tree_mask=mask
+    )
+    expected = np.zeros(q_latent.shape)
+    for b, t, n in np.ndindex(expected.shape[:3]):
+        slots = [*range(first[b]), *(first[b] + np.flatnonzero(mask[b, t]))]
+        keys = cache[b, slots].astype(np.float64)
+        scores = SCALE * (keys[:, :C] @ q_latent[b, t, n] + keys[:, C:] @ q_rope[b, t, n])
+        weights = np.exp(scores - scores.max())
+        expected[b, t, n] = weights @ keys[:, :C] / weights.sum()
+    assert_close(out, expected, atol=2e-6)

@@ -23,11 +23,8 @@ def tiny(tmp_path_factory) -> Path:
 class Script:
     """Starts scripts with one visible CPU device, as outside the tests."""
 
-    def __init__(self, cache: Path):
+    def __init__(self):
         self.env = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
-        # What one process compiled, the next reads: most of a start is compiling.
-        self.env["JAX_COMPILATION_CACHE_DIR"] = str(cache)
-        self.env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
     def command(self, name: str, *args: object) -> list[str]:
         return [sys.executable, str(ROOT / "scripts" / name), *map(str, args)]
@@ -58,5 +55,5 @@ class Script:
 
 
 @pytest.fixture(scope="session")
-def script(tmp_path_factory) -> Script:
-    return Script(tmp_path_factory.mktemp("compiled"))
+def script() -> Script:
+    return Script()

@@ -31,7 +31,15 @@ def expected(plain, ids, on):
 LAST = {TREES[0]: 1, WIDE: 3}
 
 
-@pytest.mark.parametrize("shape", [*CHAINS, *TREES, WIDE], ids=str)
+# The others take turns in the slow lane.
+DEFAULT = (*(CHAINS[K] for K in (0, 1, 3, 8)), TREES[1], WIDE)
+EVERY = [
+    shape if shape in DEFAULT else pytest.param(shape, marks=pytest.mark.slow)
+    for shape in (*CHAINS, *TREES, WIDE)
+]
+
+
+@pytest.mark.parametrize("shape", EVERY, ids=str)
 def test_greedy_replies_are_those_of_plain_decoding(llm, only, expected, check_replies, on, shape):
     """With a random drafter, one that is always right, and one that is always wrong."""
     only(shape)
@@ -48,6 +56,18 @@ def test_greedy_replies_are_those_of_plain_decoding(llm, only, expected, check_r
                 if mode == PERFECT and not isinstance(shape, DynamicTree):
                     depth = LAST.get(shape, shape.depth)
                     assert told.cycles == -(-24 // (depth + 1))
+
+
+@pytest.mark.parametrize("shape", [Chain(3), TREES[2]], ids=str)
+def test_replies_end_in_the_last_slot(llm, only, plain, check_same, ids, on, shape):
+    """The second shape's slots end where the next row's begin."""
+    only(shape)
+    prompts = [ids(n, n) for n in (244, 230, 240, 245)]
+    whole = plain.generate(prompts, on(None))
+    write_replies(llm, prompts, whole, PERFECT)
+    assert llm.max_length + TREES[2].num_slots == 256
+    for result in check_same(llm, plain, prompts, on(None)):
+        assert result.finish_reason == "length"
 
 
 def test_nothing_compiles_after_warm_up(target_folder, make_drafter_folder, ids, on):

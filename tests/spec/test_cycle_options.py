@@ -17,7 +17,9 @@ def llm(make_drafted):
     return make_drafted()
 
 
-@pytest.mark.parametrize("shape", [Chain(3), WIDE, TREES[1]], ids=str)
+@pytest.mark.parametrize(
+    "shape", [Chain(3), WIDE, pytest.param(TREES[1], marks=pytest.mark.slow)], ids=str
+)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_every_option_means_the_same(llm, only, plain, check_same, ids, on, shape, options):
     """Where all drafts stand, where none does, and where the drafter's own do now and then."""
@@ -59,7 +61,9 @@ def test_max_new_tokens_is_exact(llm, only, plain, check_same, ids, on, new):
 MLA_31 = {"fc_norm": True, "norm_output": True}
 
 
-@pytest.mark.parametrize("shape", [Chain(3), TREES[1]], ids=str)
+@pytest.mark.parametrize(
+    "shape", [Chain(3), pytest.param(TREES[1], marks=pytest.mark.slow)], ids=str
+)
 def test_mla_drafters(check_same, make_drafted, only, plain, ids, on, shape):
     llm = make_drafted("mla", **MLA_31)
     only(shape)
@@ -79,6 +83,42 @@ def test_sampled_drafts_keep_the_tokens_at_temperature_zero(
         again = llm.generate(prompts, on(24, temperature=1.0, seed=3))
         assert [r.token_ids for r in found] == [r.token_ids for r in again]
         assert sum(r.speculation.accepted for r in found) > 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", [0, 1], ids=["chain", "tree"])
+def test_sampled_replies_have_the_distribution_of_plain_ones(
+    make_drafted, only, plain, ids, on, place
+):
+    """Three tokens of two choices each: eight replies, by chi-square against the target's own."""
+    llm = make_drafted(sample_drafts=True)
+    only(llm.engine.drafter.shapes[place])
+    prompt, options = ids(6, 1), {"temperature": 1.5, "top_k": 2}
+
+    def best_two(text):
+        row = plain.logits(text)[-1].astype(np.float64) / options["temperature"]
+        two = np.argsort(-row)[:2]
+        weights = np.exp(row[two] - row[two].max())
+        return zip(two.tolist(), weights / weights.sum(), strict=True)
+
+    expected = {(): 1.0}
+    for _ in range(3):
+        expected = {
+            (*reply, token): chance * share
+            for reply, chance in expected.items()
+            for token, share in best_two(prompt + list(reply))
+        }
+    seen = dict.fromkeys(expected, 0)
+    num = 1200
+    for first in range(0, num, 4):
+        params = [on(3, seed=first + row, **options) for row in range(4)]
+        for result in llm.generate([prompt] * 4, params):
+            seen[result.token_ids] += 1
+    chi_square = sum(
+        (seen[reply] - num * chance) ** 2 / (num * chance) for reply, chance in expected.items()
+    )
+    # The 99.99 % point for seven degrees of freedom.
+    assert chi_square < 29.9
 
 
 def test_lossy_is_exact_where_replies_are_greedy(check_same, make_drafted, only, plain, ids, on):
@@ -104,7 +144,11 @@ def test_a_seeded_row_depends_on_nothing_but_its_seed(llm, only, ids, on):
         assert llm.generate(prompts, params)[slot].token_ids == expected
 
 
-@pytest.mark.parametrize("kind, shape", [("llama", WIDE), ("mla", Chain(3))], ids=str)
+@pytest.mark.parametrize(
+    "kind, shape",
+    [("mla", Chain(3)), pytest.param("llama", TREES[1], marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_eight_devices_give_the_replies_of_one(
     check_same, make_drafted, only, plain, ids, on, kind, shape
 ):
@@ -133,8 +177,16 @@ def test_past_its_own_positions_a_drafter_rests(
             assert (result.speculation.drafted > 0) == does_draft
 
 
-@pytest.mark.parametrize("kind", ["llama", "mla"])
-@pytest.mark.parametrize("shape", [Chain(3), TREES[1]], ids=str)
+@pytest.mark.parametrize(
+    "kind, shape",
+    [
+        ("llama", WIDE),
+        ("mla", Chain(3)),
+        pytest.param("llama", Chain(3), marks=pytest.mark.slow),
+        pytest.param("mla", TREES[1], marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_the_caches_are_those_of_one_pass_over_the_text(
     make_drafted, plain, ids, on, assert_close, kind, shape
 ):

@@ -56,6 +56,15 @@ TREE = StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0)))
 SHAPES = (CHAIN, TREE)
 
 
+@functools.partial(jax.jit, static_argnames=("rule", "shape"))
+def accept(rule, logits, drafts, shape, state):
+    """By a rule's name; "coin" is the lossy one where nothing is likely enough to stand by it."""
+    if rule == "coin":
+        return accept_lossy(logits, drafts, shape, state, WHOLE, threshold=1.1)
+    exact = {"equal": accept_equal, "sampled": accept_sampled}[rule]
+    return exact(logits, drafts, shape, state, WHOLE)
+
+
 def drafts_of(shape, tokens, logits=None) -> Drafts:
     tokens = jnp.asarray(tokens, jnp.int32)
     parents = jnp.broadcast_to(jnp.asarray(shape.parents), tokens.shape)
@@ -78,16 +87,15 @@ def drafts_of(shape, tokens, logits=None) -> Drafts:
         (TREE, [0, 3, 2, 1, 2], [0]),
     ],
 )
-@pytest.mark.parametrize("rule", [accept_equal, accept_sampled, accept_lossy])
+@pytest.mark.parametrize("rule", ["equal", "sampled", "coin"])
 def test_greedy_keeps_the_path_that_matches(shape, drafts, path, rule):
     """After any token of depth 0 the target says 1, then 2, then 3."""
     depths = [0, *(len(p) for p in shape.paths)]
     logits = one_hot_logits([[1 + depth for depth in depths]])
     state = state_of([SamplingParams()])
-    options = {"threshold": 0.1} if rule is accept_lossy else {}
     num_proposers = len(set(shape.parents.tolist()))
-    q = jnp.zeros((1, num_proposers, V)) if rule is accept_sampled else None
-    found = rule(logits, drafts_of(shape, [drafts], q), shape, state, WHOLE, **options)
+    q = jnp.zeros((1, num_proposers, V)) if rule == "sampled" else None
+    found = accept(rule, logits, drafts_of(shape, [drafts], q), shape, state)
     assert found.counts.tolist() == [len(path)]
     assert found.path[0, : len(path)].tolist() == path
     assert found.chosen.token[0, : len(path)].tolist() == [1, 2, 3][: len(path)]
@@ -150,11 +158,6 @@ def test_rejection_is_exact_by_enumeration(shape, monkeypatch):
     np.testing.assert_allclose(emitted, target[0], atol=1e-6)
 
 
-def exact_by_coin(*args):
-    """The lossy rule where no draft is likely enough to stand by that alone."""
-    return accept_lossy(*args, threshold=1.1)
-
-
 @functools.partial(jax.jit, static_argnames=("shape", "rule"))
 def emitted(state: DecodeState, *, shape: StaticTree, rule: str):
     """One cycle of every row, one program for all options."""
@@ -175,8 +178,7 @@ def emitted(state: DecodeState, *, shape: StaticTree, rule: str):
         best, _, _ = top_tokens(q, len(children))
         tokens = tokens.at[:, children].set(best)
     logits_q = jnp.stack(kept, axis=1) if is_sampled else None
-    rules = {"equal": accept_equal, "sampled": accept_sampled, "coin": exact_by_coin}
-    found = rules[rule](logits, drafts_of(shape, tokens, logits_q), shape, state, WHOLE)
+    found = accept(rule, logits, drafts_of(shape, tokens, logits_q), shape, state)
     return found.chosen.token, found.counts, found.path
 
 
