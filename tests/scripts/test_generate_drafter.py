@@ -12,24 +12,27 @@ def drafter(script, tiny, tmp_path_factory):
     return folder
 
 
-def test_the_text_is_that_of_plain_decoding(script, tiny, drafter):
+@pytest.mark.parametrize(
+    "options, drafted",
+    [
+        ("--draft-tokens 2", 2),
+        pytest.param("--tree 4,2,2", 4, marks=pytest.mark.slow),
+        pytest.param("--draft-tokens auto", 0, marks=pytest.mark.slow),
+    ],
+)
+def test_the_text_is_that_of_plain_decoding(script, tiny, drafter, options, drafted):
     common = ("--model", tiny, "--prompt", "abc", "--max-new-tokens", 20, "--quiet")
     plain, _ = script.json("generate.py", *common)
     assert plain["tokens_per_cycle"] is None and plain["conditions"]["drafter"] is None
-    for options, drafted in (
-        ("--draft-tokens 2", 2),
-        ("--tree 4,2,2", 4),
-        ("--draft-tokens auto", 0),
-    ):
-        found, _ = script.json("generate.py", *common, "--drafter", drafter, *options.split())
-        assert found["token_ids"] == plain["token_ids"]
-        assert found["tokens_per_cycle"] == 20 / found["cycles"]
-        if drafted:
-            assert found["drafted"] == drafted * found["cycles"]
-            assert len(found["accepted_by_depth"]) == 2
-        assert found["acceptance_rate"] == sum(found["accepted_by_depth"]) / found["drafted"]
-        assert found["ms_per_cycle"] > 0
-        assert found["break_even"] == pytest.approx(found["ms_per_cycle"] / found["ms_per_step"])
+    found, _ = script.json("generate.py", *common, "--drafter", drafter, *options.split())
+    assert found["token_ids"] == plain["token_ids"]
+    assert found["tokens_per_cycle"] == 20 / found["cycles"]
+    if drafted:
+        assert found["drafted"] == drafted * found["cycles"]
+        assert len(found["accepted_by_depth"]) == 2
+    assert found["acceptance_rate"] == sum(found["accepted_by_depth"]) / found["drafted"]
+    assert found["ms_per_cycle"] > 0
+    assert found["break_even"] == pytest.approx(found["ms_per_cycle"] / found["ms_per_step"])
 
 
 @pytest.mark.parametrize(
