@@ -6,7 +6,7 @@
     extend    the drafter over the accepted rows, with the target's true features
 
 Fixed shapes, nothing read back: rejected rows of either cache are written over by the next cycle.
-`Chain(0)` is plain decoding that keeps the drafter's cache in step, at the cost of one drafter row.
+`Chain(0)` is the plain step, whose streams are put by; the drafter runs over them after the block.
 """
 
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from kimi_jax.axes import Rules, replace
 from kimi_jax.model import transformer
 from kimi_jax.model.attention import TreeRows
 from kimi_jax.model.cache import LatentCache, move_rows
-from kimi_jax.runtime.decode import DecodeState, Step, Weights, append
+from kimi_jax.runtime.decode import DecodeState, Step, Weights, append, autoregressive_step
 from spec import draft
 from spec.eagle3.config import DrafterConfig
 from spec.tree import Shape, StaticTree, depths_of
@@ -41,6 +41,10 @@ def speculative_step(
         is_sampled: drafts are drawn from the drafter's distribution, not its most likely tokens.
         lossy_threshold: see `accept_lossy`; None is exact.
     """
+
+    if not shape.num_draft_tokens:
+        plain = autoregressive_step(graph, rules, taps=taps, keep=draft.keep_pending)
+        return lambda weights, state: plain(weights[0], state)
 
     def step(weights: Weights, state: DecodeState) -> DecodeState:
         target = nnx.merge(graph, weights[0])
@@ -90,6 +94,7 @@ def speculative_step(
             positions=newest[:, None] + jnp.arange(shape.depth + 1, dtype=jnp.int32),
             num_true=accepted.counts,
             rules=rules,
+            own=state.drafter,
         )
         state = replace(state, cache=cache, drafter=own)
         num_drafted = shape.num_draft_tokens

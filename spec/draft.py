@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, Int32
 
-from kimi_jax.axes import Rules, pytree_dataclass
+from kimi_jax.axes import Rules, pytree_dataclass, replace
 from kimi_jax.model.attention import TreeRows
 from kimi_jax.model.transformer import Kimi
 from kimi_jax.runtime.decode import Chunk, DecodeState
@@ -22,7 +22,7 @@ from kimi_jax.runtime.sampling import (
 from spec.eagle3 import model as eagle3
 from spec.eagle3.config import DrafterConfig
 from spec.eagle3.model import Cache, Eagle3
-from spec.tree import Drafts, DynamicTree, Shape, StaticTree, tree_mask
+from spec.tree import CATCH_UP_ROWS, Drafts, DynamicTree, Shape, StaticTree, tree_mask
 
 DRAFT_USE = 2
 """Of the random draws at one position (`position_keys`), those that sample drafts: this one for the
@@ -39,6 +39,65 @@ class DraftState:
 
     cache: Cache
     carried: Float[Array, "B D"]
+    pending: Float[Array, "B X ZD"]
+    """In a block that drafts nothing, the streams the drafter has yet to run over, by their place
+    in the block."""
+
+
+def keep_pending(state: DecodeState, taps: tuple[Float[Array, "B 1 D"], ...]) -> DecodeState:
+    """The state with a plain step's streams put by."""
+    own: DraftState = state.drafter
+    rows = jnp.arange(own.pending.shape[0], dtype=jnp.int32)
+    joined = jnp.concatenate(taps, axis=-1)[:, 0].astype(own.pending.dtype)
+    pending = own.pending.at[rows, state.lengths - state.block_start].set(joined, mode="drop")
+    return replace(state, drafter=replace(own, pending=pending))
+
+
+def catch_up(
+    model: Eagle3,
+    cfg: DrafterConfig,
+    target: Kimi,
+    state: DecodeState,
+    *,
+    taps: tuple[int, ...],
+    rules: Rules,
+) -> DraftState:
+    """The drafter's state with the pending rows of a block run over, some at a time.
+
+    One row at a time in every step would read all of the drafter's weights for each token.
+    """
+    own: DraftState = state.drafter
+    counts = state.lengths - state.block_start
+    width = own.pending.shape[2] // len(taps)
+
+    def run(i: jax.Array, carry: tuple[Cache, jax.Array]) -> tuple[Cache, jax.Array]:
+        cache, carried = carry
+        first = i * CATCH_UP_ROWS
+        streams = jax.lax.dynamic_slice_in_dim(own.pending, first, CATCH_UP_ROWS, axis=1)
+        parts = tuple(streams[:, :, z * width : (z + 1) * width] for z in range(len(taps)))
+        # A row that ended before this turn has nothing here: what it writes lies past its text.
+        start = jnp.minimum(state.block_start - 1 + first, state.lengths - 1)
+        positions = start[:, None] + jnp.arange(CATCH_UP_ROWS, dtype=jnp.int32)
+        following = jnp.minimum(positions + 1, state.tokens.shape[1] - 1)
+        rows, cache = eagle3.forward(
+            model,
+            cfg,
+            eagle3.features(model, cfg, parts, target),
+            jnp.take_along_axis(state.tokens, following, axis=1),
+            positions,
+            cache,
+            target,
+            rules=rules,
+        )
+        last = counts - 1 - first
+        is_here = (last >= 0) & (last < CATCH_UP_ROWS)
+        at = jnp.clip(last, 0, CATCH_UP_ROWS - 1)[:, None, None]
+        newest = jnp.take_along_axis(rows, at, axis=1)[:, 0]
+        return cache, jnp.where(is_here[:, None], newest, carried)
+
+    turns = (jnp.max(counts) + CATCH_UP_ROWS - 1) // CATCH_UP_ROWS
+    cache, carried = jax.lax.fori_loop(0, turns, run, (own.cache, own.carried))
+    return replace(own, cache=cache, carried=carried)
 
 
 def propose(
@@ -234,6 +293,7 @@ def extend(
     positions: Int32[Array, "B T"],
     num_true: Int32[Array, " B"],
     rules: Rules,
+    own: DraftState,
 ) -> DraftState:
     """The drafter's state after T verified rows, of which the first `num_true` a row are true.
 
@@ -246,7 +306,7 @@ def extend(
         model, cfg, feature, next_tokens, positions, cache, target, rules=rules
     )
     last = (num_true - 1)[:, None, None]
-    return DraftState(cache=cache, carried=jnp.take_along_axis(rows, last, axis=1)[:, 0])
+    return replace(own, cache=cache, carried=jnp.take_along_axis(rows, last, axis=1)[:, 0])
 
 
 def prefill(
@@ -277,4 +337,4 @@ def prefill(
     last = jnp.maximum(count - 1, 0)[:, None, None]
     newest = jnp.take_along_axis(rows, last, axis=1)[:, 0]
     carried = jnp.where((count > 0)[:, None], newest, own.carried)
-    return DraftState(cache=cache, carried=carried)
+    return replace(own, cache=cache, carried=carried)

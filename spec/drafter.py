@@ -17,7 +17,13 @@ from kimi_jax.axes import Rules, replace
 from kimi_jax.checkpoint.reader import resolve
 from kimi_jax.config import ModelConfig
 from kimi_jax.model.cache import grow_rows
-from kimi_jax.runtime.decode import MAX_DRAFT_DEPTH, Chunk, Step
+from kimi_jax.runtime.decode import (
+    MAX_BLOCK_TOKENS,
+    MAX_DRAFT_DEPTH,
+    Chunk,
+    DecodeState,
+    Step,
+)
 from kimi_jax.runtime.engine import Controller, weight_pspecs
 from kimi_jax.runtime.mesh import MeshError, rules_for
 from spec import draft
@@ -232,23 +238,40 @@ class BoundEagle3:
             rules=rules,
         )
 
+    def after_block(
+        self,
+        weights: Any,
+        state: DecodeState,
+        graph: nnx.GraphDef,
+        rules: Rules,
+        proposal: Shape,
+    ) -> DraftState:
+        """Runs the drafter over what a block that drafted nothing has put by."""
+        if proposal.num_draft_tokens:
+            return state.drafter
+        target, model = nnx.merge(graph, weights[0]), nnx.merge(self.graph, weights[1])
+        return draft.catch_up(model, self.cfg, target, state, taps=self.taps, rules=rules)
+
     def init_state(self, batch: int, capacity: int) -> DraftState:
         """No rows, and nothing carried: the first draft of a one-token prompt is a guess."""
         return DraftState(
             cache=eagle3.empty_cache(self.cfg, batch, capacity, self.dtype),
             carried=jnp.zeros((batch, self.cfg.hidden_size), self.dtype),
+            pending=jnp.zeros(
+                (batch, MAX_BLOCK_TOKENS, len(self.taps) * self.cfg.target_hidden_size), self.dtype
+            ),
         )
 
     def state_pspecs(self, rules: Rules) -> DraftState:
         """Key-value heads are cut like their weights, latent rows are whole on every device."""
         cache = tuple(rules.pspec(axes) for axes in eagle3.cache_axes(self.cfg))
         like = jax.eval_shape(lambda: self.init_state(1, 1))
-        return replace(like, cache=cache, carried=rules.pspec("B D"))
+        return replace(like, cache=cache, carried=rules.pspec("B D"), pending=rules.pspec(""))
 
     def grow(self, drafter_state: DraftState, batch: int, capacity: int) -> DraftState:
         """The same rows with room for `capacity` slots each."""
         cache = tuple(grow_rows(x, batch, capacity) for x in drafter_state.cache)
-        return DraftState(cache=cache, carried=drafter_state.carried)
+        return replace(drafter_state, cache=cache)
 
     def prefill(
         self,

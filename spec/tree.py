@@ -21,6 +21,9 @@ from jaxtyping import Array, Bool, Float32, Int32
 
 from kimi_jax.runtime.decode import MAX_DRAFT_DEPTH
 
+CATCH_UP_ROWS = 16
+"""Rows the drafter runs over at a time after a block that drafted nothing."""
+
 MAX_NODES = 63
 """Most nodes of a tree, and most of one depth: with the root a verification of 64 rows."""
 
@@ -76,8 +79,8 @@ class StaticTree:
 
     @property
     def num_slots(self) -> int:
-        """Cache slots a cycle writes after the newest token's."""
-        return self.num_draft_tokens
+        """Cache slots a cycle, or catching up, writes after the newest token's."""
+        return self.num_draft_tokens or CATCH_UP_ROWS
 
     @property
     def is_chain(self) -> bool:

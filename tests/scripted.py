@@ -58,6 +58,9 @@ class Scripted(BoundEagle3):
         whole = PartitionSpec()
         return {"own": super().pspecs(rules), "script": whole, "mode": whole}
 
+    def after_block(self, weights, *args):
+        return super().after_block((weights[0], weights[1]["own"]), *args)
+
     def prefill(self, weights, *args):
         return super().prefill((weights[0], weights[1]["own"]), *args)
 

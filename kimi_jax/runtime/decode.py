@@ -111,15 +111,30 @@ class Block(NamedTuple):
     log: TokenLog
 
 
-def autoregressive_step(graph: nnx.GraphDef, rules: Rules = WHOLE) -> Step:
-    """The plain step: one token a row. Its weights are the model's `nnx.State`."""
+def autoregressive_step(
+    graph: nnx.GraphDef,
+    rules: Rules = WHOLE,
+    *,
+    taps: tuple[int, ...] = (),
+    keep: Callable[[DecodeState, tuple[jax.Array, ...]], DecodeState] | None = None,
+) -> Step:
+    """The plain step: one token a row. Its weights are the model's `nnx.State`.
+
+    `keep(state, taps)` may put the tapped streams of the rows' newest tokens into the state.
+    """
 
     def step(weights: Weights, state: DecodeState) -> DecodeState:
         model = nnx.merge(graph, weights)
         positions = (state.lengths - 1)[:, None]
         newest = jnp.take_along_axis(state.tokens, positions, axis=1)
         out = transformer.forward(
-            model, newest, positions, state.cache, is_real=state.live[:, None], rules=rules
+            model,
+            newest,
+            positions,
+            state.cache,
+            is_real=state.live[:, None],
+            taps=taps,
+            rules=rules,
         )
         choice = choose_tokens(
             transformer.logits(model, out.hidden)[:, 0],
@@ -130,6 +145,8 @@ def autoregressive_step(graph: nnx.GraphDef, rules: Rules = WHOLE) -> Step:
             axis=rules.mesh_axes("V"),
         )
         state = replace(state, cache=out.cache)
+        if keep is not None:
+            state = keep(state, out.taps)
         chosen = jax.tree.map(lambda x: x[:, None], choice)
         return append(state, chosen, jnp.ones_like(state.lengths))
 

@@ -5,7 +5,6 @@ all from short fixed lists, so that after `warm_up` nothing compiles whatever th
 """
 
 import dataclasses
-import functools
 import logging
 import statistics
 import time
@@ -137,6 +136,17 @@ class BoundDrafter(Protocol):
 
     def make_step(self, graph: nnx.GraphDef, rules: Rules, proposal: Any) -> Step:
         """A speculative step; its weights are (target weights, `weights`)."""
+        ...
+
+    def after_block(
+        self,
+        weights: Any,
+        state: DecodeState,
+        graph: nnx.GraphDef,
+        rules: Rules,
+        proposal: Any,
+    ) -> Any:
+        """The drafter's state once a block of this proposal's cycles is over; weights as above."""
         ...
 
     def init_state(self, batch: int, capacity: int) -> Any:
@@ -295,7 +305,16 @@ class Engine:
                 assert drafter is not None
                 step, most = drafter.make_step(graph, rules, proposal), proposal.depth + 1
             specs = self._state_pspecs(state)
-            run = functools.partial(decoding.decode, step, max_tokens_per_cycle=most)
+
+            def run(weights, state, num_cycles, cancelled):
+                state, block = decoding.decode(
+                    step, weights, state, num_cycles, cancelled, max_tokens_per_cycle=most
+                )
+                if drafter is not None and proposal is not None:
+                    own = drafter.after_block(weights, state, graph, rules, proposal)
+                    state = replace(state, drafter=own)
+                return state, block
+
             run = self._over_mesh(run, (all_specs, specs, whole, whole), (specs, whole))
             return run(weights, state, num_cycles, cancelled)
 

@@ -67,16 +67,24 @@ def make_drafted(target_folder, make_drafter_folder):
     """
 
     @functools.cache
-    def make(kind="llama", sample_drafts=False, lossy_threshold=None, mesh=None, **changes):
+    def make(
+        kind="llama",
+        choices=None,
+        sample_drafts=False,
+        lossy_threshold=None,
+        mesh=None,
+        max_length=MAX_LENGTH,
+        **changes,
+    ):
         folder, _ = make_drafter_folder(kind, **changes)
         options = {"sample_drafts": sample_drafts, "lossy_threshold": lossy_threshold}
-        if sample_drafts:
-            options["choices"] = SAMPLED
+        if choices is not None or sample_drafts:
+            options["choices"] = choices or SAMPLED
         llm = LLM(
             target_folder,
             drafter=ManyShapes(path_or_id=folder, **options),
             mesh=mesh,
-            max_length=MAX_LENGTH,
+            max_length=max_length,
             max_batch=4,
             progress=False,
         )

@@ -58,16 +58,41 @@ def test_greedy_replies_are_those_of_plain_decoding(llm, only, expected, check_r
                     assert told.cycles == -(-24 // (depth + 1))
 
 
-@pytest.mark.parametrize("shape", [Chain(3), TREES[2]], ids=str)
-def test_replies_end_in_the_last_slot(llm, only, plain, check_same, ids, on, shape):
-    """The second shape's slots end where the next row's begin."""
+@pytest.mark.parametrize(
+    "shape", [Chain(0), pytest.param(TREES[2], marks=pytest.mark.slow)], ids=str
+)
+def test_replies_end_in_the_last_slot(
+    make_drafted, only, plain, check_same, ids, on, shape, monkeypatch
+):
+    """Where a row's last slots end, the next row's begin."""
+    llm = make_drafted(choices=(shape,), max_length=256 - shape.num_slots)
+    monkeypatch.setattr(plain.engine, "max_length", llm.max_length)
+    monkeypatch.setattr(plain, "max_length", llm.max_length)
     only(shape)
-    prompts = [ids(n, n) for n in (244, 230, 240, 245)]
+    prompts = [ids(n, n) for n in (238, 200, 233, 239)]
     whole = plain.generate(prompts, on(None))
     write_replies(llm, prompts, whole, PERFECT)
-    assert llm.max_length + TREES[2].num_slots == 256
     for result in check_same(llm, plain, prompts, on(None)):
         assert result.finish_reason == "length"
+
+
+@pytest.mark.parametrize("kind", ["llama", pytest.param("mla", marks=pytest.mark.slow)])
+def test_after_plain_blocks_the_drafter_has_caught_up(make_drafted, ids, on, assert_close, kind):
+    """Blocks of unequal lengths and rows; then its cache is that of one pass over the text."""
+    llm = make_drafted(kind, choices=CHAINS[:1])
+    engine = llm.engine
+    prompts = [ids(40, 1), ids(7, 2)]
+    requests = llm._requests(prompts, [on(30), on(3)])
+    state = engine.prefill(engine.new_state(requests, batch=4), 39)
+    for cycles in (1, 20, 5):
+        state, _ = engine.decode(state, cycles, np.zeros((4,), np.bool_), Chain(0))
+    n = int(state.lengths[0]) - 1
+    assert n == 40 + 26 - 1
+    [whole] = llm._requests([state.tokens[0, : n + 1].tolist()], on(1))
+    again = engine.prefill(engine.new_state([whole], batch=4), n)
+    for a, b in zip(state.drafter.cache, again.drafter.cache, strict=True):
+        assert_close(a[:n], b[:n], atol=2e-5)
+    assert_close(state.drafter.carried[0], again.drafter.carried[0], atol=1e-4)
 
 
 def test_nothing_compiles_after_warm_up(target_folder, make_drafter_folder, ids, on):

@@ -25,7 +25,7 @@ def test_a_chain_is_a_tree_without_siblings():
     assert chain == StaticTree(((0,), (0, 0), (0, 0, 0))) and chain.is_chain
     assert (chain.num_draft_tokens, chain.depth, str(chain)) == (3, 3, "Chain(3)")
     rest = Chain(0)
-    assert (rest.num_draft_tokens, rest.depth, rest.num_slots, rest.is_chain) == (0, 0, 0, True)
+    assert (rest.num_draft_tokens, rest.depth, rest.num_slots, rest.is_chain) == (0, 0, 16, True)
 
 
 def test_the_mask_names_a_nodes_ancestors_and_itself():

@@ -102,6 +102,9 @@ class Replay:
 
         return step
 
+    def after_block(self, weights, state, graph, rules, proposal):
+        return state.drafter
+
     def pspecs(self, rules):
         return ()
 
