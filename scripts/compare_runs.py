@@ -25,6 +25,11 @@ from typing import Any
 NAMES = ("model", "phase", "kind", "context", "draft_tokens", "batch", "devices", "name")
 """Fields of a row that say what it measured, not what came out."""
 
+NOT_FIGURES = ("rows", "conditions", "token_ids")
+
+LONGEST_LIST = 16
+"""Counts by depth are figures, one by one; token ids are not."""
+
 
 def read_run(path: Path) -> dict[str, Any]:
     """The object on the last line of a file that is one.
@@ -39,14 +44,21 @@ def read_run(path: Path) -> dict[str, Any]:
     for line in reversed(lines):
         if line.startswith("{"):
             try:
-                return json.loads(line)
-            except json.JSONDecodeError as error:
+                run = json.loads(line)
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}: its last JSON line is broken ({error})") from None
+            rows, conditions = run.get("rows", []), run.get("conditions", {})
+            is_list = isinstance(rows, list) and all(isinstance(row, dict) for row in rows)
+            if not is_list or not isinstance(conditions, dict):
+                raise ValueError(f"{path}: its last JSON line is not of a script here")
+            return run
     raise ValueError(f"{path}: no line of JSON; give it a script's whole output")
 
 
 def flatten(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of nested objects, under dotted names."""
+    """The leaves of nested objects and short lists, under dotted names."""
+    if isinstance(value, list) and len(value) <= LONGEST_LIST:
+        value = dict(enumerate(value)) or None
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from flatten(inner, f"{name}.{key}" if name else str(key))
@@ -57,7 +69,7 @@ def flatten(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 def figures(run: dict[str, Any]) -> dict[str, float]:
     """Every number that was measured, by what it is of."""
     out: dict[str, float] = {}
-    own = {key: value for key, value in run.items() if key not in ("rows", "conditions")}
+    own = {key: value for key, value in run.items() if key not in NOT_FIGURES}
     for name, value in flatten(own):
         if _is_number(value):
             out[name] = value
@@ -70,7 +82,9 @@ def figures(run: dict[str, Any]) -> dict[str, float]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    # Not math.isfinite, which refuses integers beyond the floats.
+    return is_number and -math.inf < value < math.inf
 
 
 def compare(a: dict[str, Any], b: dict[str, Any], tolerance: float) -> dict[str, Any]:

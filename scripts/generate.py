@@ -20,6 +20,7 @@ used, 2 when an option is wrong. `--mesh` on a CPU runs on as many simulated dev
 import argparse
 import contextlib
 import dataclasses
+import hashlib
 import json
 import logging
 import math
@@ -205,7 +206,7 @@ def _drafter(args: argparse.Namespace) -> Eagle3Drafter | None:
             raise ValueError(f"only with a --temperature over 0: {', '.join(names)}")
     K = args.draft_tokens
     if K is not None and K != AUTO:
-        if not K.isdecimal() or int(K) > MAX_DRAFT_DEPTH:
+        if not (K.isascii() and K.isdecimal()) or int(K) > MAX_DRAFT_DEPTH:
             raise ValueError(f"--draft-tokens is {K!r}, expected 0 to {MAX_DRAFT_DEPTH}, or {AUTO}")
         K = int(K)
     tree = _numbers("--tree", args.tree)
@@ -366,6 +367,8 @@ def report(args: argparse.Namespace, job: Job, llm: LLM, result: Result) -> dict
             mesh=dict(llm.mesh.shape),
             max_length=llm.max_length,
             context_length=result.usage.prompt_tokens + result.usage.new_tokens,
+            drafter_config=_drafter_config(llm),
+            given_sha256=_digest(args.prompt, args.system, json.dumps(job.tools)),
             chat=args.chat,
             thinking=args.chat and not args.no_thinking,
             config=llm.cfg.to_dict(),
@@ -373,6 +376,17 @@ def report(args: argparse.Namespace, job: Job, llm: LLM, result: Result) -> dict
             sampling=sampling,
         ),
     }
+
+
+def _drafter_config(llm: LLM) -> dict[str, Any] | None:
+    """The drafter's sizes and the streams it reads."""
+    drafter = llm.engine.drafter
+    return None if drafter is None else drafter.cfg.to_dict() | {"taps_read": drafter.taps}
+
+
+def _digest(*parts: str | None) -> str:
+    """Tells two prompts apart without showing either."""
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
 def _speculation(llm: LLM, job: Job, result: Result) -> dict[str, Any]:

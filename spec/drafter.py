@@ -88,7 +88,7 @@ def load_drafter(
         tree=tree,
         sample_drafts=sample_drafts,
         lossy_threshold=lossy_threshold,
-        taps=None if taps is None else tuple(taps),
+        taps=tuple(taps) if isinstance(taps, Sequence) else taps,
         revision=revision,
     )
 
@@ -107,8 +107,14 @@ class Eagle3Drafter:
     revision: str | None = None
 
     def __post_init__(self):
+        if not isinstance(self.path_or_id, str | os.PathLike):
+            raise ValueError(f"path_or_id is {self.path_or_id!r}, expected a folder or a hub id")
         K = self.num_draft_tokens
-        if K is not None and K != AUTO and not (_is_id(K) and int(K) <= MAX_DRAFT_DEPTH):
+        if isinstance(K, str):
+            is_known = K == AUTO
+        else:
+            is_known = K is None or (_is_id(K) and int(K) <= MAX_DRAFT_DEPTH)
+        if not is_known:
             raise ValueError(
                 f"num_draft_tokens is {K!r}, expected an integer from 0 to {MAX_DRAFT_DEPTH}, or "
                 f"{AUTO!r}"
@@ -117,7 +123,8 @@ class Eagle3Drafter:
             raise ValueError(f"tree is {self.tree!r}, expected a StaticTree or a DynamicTree")
         if self.tree is not None and K is not None:
             raise ValueError("num_draft_tokens and tree are both given; a tree says its own size")
-        if self.taps is not None and not all(map(_is_id, self.taps)):
+        is_list = isinstance(self.taps, Sequence) and not isinstance(self.taps, str)
+        if self.taps is not None and not (is_list and all(map(_is_id, self.taps))):
             raise ValueError(f"taps is {self.taps!r}, expected layer ids (integers from 0)")
         if not isinstance(self.sample_drafts, bool):
             raise ValueError(f"sample_drafts is {self.sample_drafts!r}, expected True or False")

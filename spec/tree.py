@@ -46,7 +46,10 @@ class StaticTree:
     paths: tuple[tuple[int, ...], ...]
 
     def __post_init__(self):
-        if not all(isinstance(path, Sequence) and all(map(_is_count, path)) for path in self.paths):
+        is_list = isinstance(self.paths, Sequence)
+        if not is_list or not all(
+            isinstance(path, Sequence) and all(map(_is_count, path)) for path in self.paths
+        ):
             raise ValueError(
                 f"a draft tree's paths are {self.paths!r}, expected tuples of ranks from 0"
             )

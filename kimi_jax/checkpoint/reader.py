@@ -81,11 +81,13 @@ def resolve(
     snapshot is used.
 
     Raises:
-        CheckpointError: no such folder, or the hub cannot give one.
+        CheckpointError: no such folder, or the hub cannot give one; or a revision of a folder.
     """
     text = os.fspath(path_or_id)
     path = Path(text).expanduser()
     if text and path.is_dir():
+        if revision is not None:
+            raise CheckpointError(text, [f"is a folder; revision {revision!r} is for hub ids"])
         return path.absolute()
     if path.is_symlink() and not path.exists():
         raise CheckpointError(text, [f"a dangling link to {os.readlink(path)}"])

@@ -104,7 +104,9 @@ class LLM:
         if max_batch < 1:
             raise ValueError(f"max_batch is {max_batch}, expected at least 1")
         if drafter is not None and (isinstance(drafter, type) or not isinstance(drafter, Drafter)):
-            raise ValueError(f"drafter is {drafter!r}, which has no bind (see `engine.Drafter`)")
+            raise ValueError(
+                f"drafter is {drafter!r}, expected what spec.load_drafter(path_or_id) returns"
+            )
         # Everything the small files can tell comes first: from the hub, weights take hours.
         folder = resolve(path_or_id, revision=revision, patterns=SMALL_FILES)
         cfg = ModelConfig.from_folder(folder)

@@ -35,7 +35,7 @@ def test_what_moved_and_which_conditions_differ(other):
     assert found["same"] == 4 and found["only_in_a"] == found["only_in_b"] == []
     assert found["conditions_differ"] == [
         {"condition": "flags.graphs", "a": True, "b": False},
-        {"condition": "clocks", "a": "(not recorded)", "b": ["2400 MHz"]},
+        {"condition": "clocks.0", "a": "(not recorded)", "b": "2400 MHz"},
     ]
 
 
@@ -52,6 +52,22 @@ def test_it_reads_whole_outputs(script, tmp_path, other):
     out, text = script.json("compare_runs.py", a, b)
     assert len(out["moved"]) == 1
     assert "19 -> 29" in text and "flags.graphs: True -> False" in text
+
+
+def test_counts_by_depth_are_figures(other):
+    a = RUN | {"accepted_by_depth": [20, 9, 3], "token_ids": [1, 2]}
+    found = compare_runs.compare(a, a | {"accepted_by_depth": [20, 9, 0]}, 0.05)
+    [row] = found["moved"]
+    assert (row["figure"], row["a"], row["b"]) == ("accepted_by_depth.2", 3, 0)
+
+
+@pytest.mark.parametrize(
+    "line", ['{"rows": 3}', '{"rows": [1]}', '{"conditions": [1]}', "{" + '"a":{' * 9000, "{x"]
+)
+def test_lines_of_no_script_are_refused(tmp_path, line):
+    (tmp_path / "b.txt").write_text(line)
+    with pytest.raises(ValueError, match="b.txt: its last JSON line"):
+        compare_runs.read_run(tmp_path / "b.txt")
 
 
 def test_a_file_without_json_is_named(script, tmp_path):

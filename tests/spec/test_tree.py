@@ -61,6 +61,7 @@ def test_the_text_before_a_row_is_its_branch():
         (((0,), ()), "empty"),
         (((-1,),), "ranks from 0"),
         ((0, 1), "expected tuples"),
+        (3, "expected tuples"),
         (tuple((0,) * n for n in range(1, 10)), "9 deep, at most 8"),
         (tuple((n,) for n in range(64)), "64 nodes, at most 63"),
     ],
@@ -104,8 +105,10 @@ def test_a_wrong_number_of_drafts_is_refused_at_once(bad):
         ({"lossy_threshold": 0.5, "sample_drafts": True}, "take one"),
         ({"sample_drafts": 1}, "True or False"),
         ({"taps": (1, -1)}, "layer ids"),
+        ({"taps": 3}, "layer ids"),
+        ({"path_or_id": 3}, "expected a folder or a hub id"),
     ],
 )
 def test_wrong_and_contradicting_options_are_refused_at_once(options, problem):
     with pytest.raises(ValueError, match=problem):
-        load_drafter("nowhere", **options)
+        load_drafter(**{"path_or_id": "nowhere"} | options)
