@@ -19,6 +19,9 @@ Each is a block of cycles in one call of one program, so a call's own cost is sp
 `tokens_per_cycle` is counted over blocks of greedy decoding from the same places, `break_even` is
 ms_cycle / ms_step: the tokens a cycle must give to be as fast as plain decoding.
 
+With several K, 0 among them, `auto_over_plain` is the speed of whole replies with the K chosen
+between blocks, over that of replies without speculation, in turns.
+
 The text is --prompts (a text file, or .jsonl with "prompt" or "text" in every row), or Python's
 own argparse.py. Without --drafter a random one of the published layout is made: of use for costs,
 not for gains. Prints a table, then one JSON line.
@@ -53,10 +56,14 @@ from kimi_jax.runtime.decode import MAX_BLOCK_TOKENS, MAX_DRAFT_DEPTH, DecodeSta
 from kimi_jax.runtime.engine import Request, first_at_least
 from kimi_jax.runtime.flags import set_host_device_count
 from kimi_jax.runtime.mesh import parse_mesh
+from spec.controller import AdaptiveLength
 from spec.drafter import BoundEagle3, Eagle3Drafter
 from spec.economics import break_even, speedup, tokens_per_second
 from spec.tree import Chain, Drafts
 from spec.verify import accept_equal
+
+REPLY_TOKENS = 700
+"""Length of the replies that are timed whole."""
 
 COUNTED_BLOCKS = 3
 """Blocks over which tokens a cycle are counted."""
@@ -82,6 +89,11 @@ class Verification:
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Measured(BoundEagle3):
     """The drafter's cycles, and the part of each that is measured alone."""
+
+    @property
+    def lengths(self):
+        """Every K."""
+        return [shape.num_draft_tokens for shape in self.shapes]
 
     @property
     def proposals(self):
@@ -227,6 +239,43 @@ def measure(
     return rows
 
 
+class PlainDecoding:
+    """A controller that never drafts (`engine.Controller`)."""
+
+    current = None
+
+    def choose(self, lengths):
+        """Plain blocks."""
+        return None, MAX_BLOCK_TOKENS
+
+    def observe(self, report):
+        """Nothing to learn."""
+
+    def calibrate(self, seconds):
+        """Nothing to choose from."""
+
+
+def auto_over_plain(llm: LLM, text: list[int], repeats: int) -> float | None:
+    """Speed of replies whose K is chosen as they go, over plain ones; None without a choice."""
+    drafter = llm.engine.drafter
+    if len(drafter.shapes) < 2 or Chain(0) not in drafter.shapes:
+        return None
+    context = 64
+    new_tokens = min(REPLY_TOKENS, llm.max_length - context)
+    params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
+    controllers = {"plain": PlainDecoding(), "auto": AdaptiveLength(drafter.lengths, 1 << 30)}
+    rates: dict[str, list[float]] = {name: [] for name in controllers}
+    # The first turns compile, and teach the controller.
+    for turn in tqdm(range(repeats + 2), "whole replies", disable=None, leave=False):
+        for name, controller in controllers.items():
+            drafter.controllers[1] = controller
+            [result] = llm.generate([text[:context]], params)
+            if turn > 1:
+                rates[name].append(result.timings.tokens_per_second)
+    turns = zip(rates["auto"], rates["plain"], strict=True)
+    return round(statistics.median(a / b for a, b in turns), 3)
+
+
 def read_prompts(path: Path | None) -> str:
     """The text of a prompts file, or of a module everybody has.
 
@@ -339,6 +388,7 @@ def main() -> None:
                     f"need {contexts[-1] + MAX_BLOCK_TOKENS}"
                 )
             rows = [row for context in contexts for row in measure(llm, text, context, args)]
+            gain = auto_over_plain(llm, text, args.repeats)
         except (ValueError, OSError) as error:
             parser.exit(1, f"bench_decode.py: error: {error}\n")
     show(rows)
@@ -355,7 +405,8 @@ def main() -> None:
         text=str(args.prompts or "argparse.py of this interpreter"),
         text_sha256=hashlib.sha256(args.text.encode()).hexdigest()[:16],
     )
-    print(json.dumps({"rows": rows, "verify_over_step_spread": spread(rows), "conditions": facts}))
+    out = {"rows": rows, "verify_over_step_spread": spread(rows), "auto_over_plain": gain}
+    print(json.dumps(out | {"conditions": facts}))
 
 
 def _max_length(contexts: list[int], target: ModelConfig | None) -> int:

@@ -19,7 +19,7 @@ from kimi_jax.model.cache import LatentCache, move_rows
 from kimi_jax.runtime.decode import DecodeState, Step, Weights, append, autoregressive_step
 from spec import draft
 from spec.eagle3.config import DrafterConfig
-from spec.tree import Shape, StaticTree, depths_of
+from spec.tree import Shape, StaticTree, depths_of, pick_rows
 from spec.verify import accept_equal, accept_lossy, accept_sampled
 
 
@@ -81,7 +81,7 @@ def speculative_step(
         true_taps, cache, path = out.taps, out.cache, accepted.path
         assert cache is not None
         if tree is not None:
-            true_taps = tuple(jnp.take_along_axis(x, path[:, :, None], axis=1) for x in true_taps)
+            true_taps = tuple(pick_rows(x, path) for x in true_taps)
             layers = tuple(move_rows(x, path[:, 1:], newest, 1) for x in cache.layers)
             cache = LatentCache(layers=layers)
         own = draft.extend(

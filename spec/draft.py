@@ -22,7 +22,7 @@ from kimi_jax.runtime.sampling import (
 from spec.eagle3 import model as eagle3
 from spec.eagle3.config import DrafterConfig
 from spec.eagle3.model import Cache, Eagle3
-from spec.tree import CATCH_UP_ROWS, Drafts, DynamicTree, Shape, StaticTree, tree_mask
+from spec.tree import CATCH_UP_ROWS, Drafts, DynamicTree, Shape, StaticTree, pick_rows, tree_mask
 
 DRAFT_USE = 2
 """Of the random draws at one position (`position_keys`), those that sample drafts: this one for the
@@ -35,6 +35,7 @@ class DraftState:
 
     With n tokens in the target's cache, rows 0..n-1 are in the drafter's (the last one holds the
     newest token), all made from the target's own features, and `carried` is what row n-1 carries.
+    Within a block that drafts nothing this lags behind, until `catch_up`.
     """
 
     cache: Cache
@@ -116,15 +117,15 @@ def propose(
     replacement from its distribution under the row's temperature and filters (greedy rows still
     take the most likely ones). A dynamic tree is never sampled.
     """
-    rows = _Rows(model, cfg, target, state, rules)
+    drafting = _Drafting(model, cfg, target, state, rules)
     with jax.named_scope("draft"):
         if isinstance(shape, DynamicTree):
             assert not is_sampled
-            return _propose_dynamic(rows, shape)
-        return _propose_static(rows, shape, is_sampled=is_sampled)
+            return _propose_dynamic(drafting, shape)
+        return _propose_static(drafting, shape, is_sampled=is_sampled)
 
 
-class _Rows:
+class _Drafting:
     """The drafter as drafting runs it: one depth of the tree after the other.
 
     The row before the first draft gives it; a node at depth d makes a row at position n - 1 + d,
@@ -172,27 +173,29 @@ class _Rows:
         return rows
 
 
-def _propose_static(rows: _Rows, shape: StaticTree, *, is_sampled: bool) -> tuple[Drafts, Cache]:
-    B = rows.root.shape[0]
-    carried, running = rows.root, np.zeros((1,), np.int32)
+def _propose_static(
+    drafting: _Drafting, shape: StaticTree, *, is_sampled: bool
+) -> tuple[Drafts, Cache]:
+    B = drafting.root.shape[0]
+    carried, running = drafting.root, np.zeros((1,), np.int32)
     mask = np.zeros((1, 0), np.bool_)
     tokens: list[jax.Array] = []
     kept_logits: list[jax.Array] = []
     for depth, level in enumerate(shape.levels(), start=1):
-        logits_f32 = rows.logits(carried)
+        logits_f32 = drafting.logits(carried)
         width = int(level.rank.max()) + 1
         if is_sampled:
-            children, filtered = _draw(rows, logits_f32, width, depth, running)
+            children, filtered = _draw(drafting, logits_f32, width, depth, running)
             kept_logits.append(filtered.reshape(B, -1, filtered.shape[-1]))
         else:
-            children = rows.target_ids(_best(logits_f32, width, rows.rules.mesh_axes("W")))
+            children = drafting.target_ids(_best(logits_f32, width, drafting.rules.mesh_axes("W")))
         children = children.reshape(B, -1, width)
         tokens.append(children[:, level.parent, level.rank])
         if not level.running.size:
             break
         above = level.parent[level.running]
         mask = np.concatenate([mask[above], np.eye(len(above), dtype=np.bool_)], axis=1)
-        carried = rows.run(
+        carried = drafting.run(
             carried[:, above],
             tokens[-1][:, level.running],
             depth,
@@ -206,19 +209,23 @@ def _propose_static(rows: _Rows, shape: StaticTree, *, is_sampled: bool) -> tupl
         mask=None if shape.is_chain else tree_mask(parents, shape.depth),
         logits_f32=jnp.concatenate(kept_logits, axis=1) if kept_logits else None,
     )
-    return drafts, rows.cache
+    return drafts, drafting.cache
 
 
 def _draw(
-    rows: _Rows, logits_f32: Float32[Array, "BX W"], width: int, depth: int, running: np.ndarray
+    drafting: _Drafting,
+    logits_f32: Float32[Array, "BX W"],
+    width: int,
+    depth: int,
+    running: np.ndarray,
 ) -> tuple[Int32[Array, "BX width"], Float32[Array, "BX V"]]:
     """Children drawn without replacement, and the logits of the distribution of the first draw.
 
     Gumbel-top-k (arXiv 1903.06059): the largest of logits plus noise, in order, are such draws.
     """
-    state, X = rows.state, len(running)
-    whole = gather_vocab(logits_f32, rows.rules.mesh_axes("W"))
-    whole = eagle3.to_target_logits(rows.model, whole, rows.cfg.vocab_size)
+    state, X = drafting.state, len(running)
+    whole = gather_vocab(logits_f32, drafting.rules.mesh_axes("W"))
+    whole = eagle3.to_target_logits(drafting.model, whole, drafting.cfg.vocab_size)
     sampling: SamplingState = repeat_rows(state.sampling, X)
     filtered = filter_logits(whole, sampling)
     positions = jnp.repeat(state.lengths + (depth - 1), X)
@@ -234,9 +241,9 @@ def _best(x_f32: Float32[Array, "X V"], width: int, axis: Axis = None) -> Int32[
     return top_tokens(x_f32, width, axis)[0]
 
 
-def _propose_dynamic(rows: _Rows, shape: DynamicTree) -> tuple[Drafts, Cache]:
-    B, k = rows.root.shape[0], shape.top_k
-    carried, scores = rows.root, jnp.zeros((B, 1), jnp.float32)
+def _propose_dynamic(drafting: _Drafting, shape: DynamicTree) -> tuple[Drafts, Cache]:
+    B, k = drafting.root.shape[0], shape.top_k
+    carried, scores = drafting.root, jnp.zeros((B, 1), jnp.float32)
     # Of each node that runs: its place among all candidates (-1 is the root), and what it sees.
     node = jnp.full((B, 1), -1, jnp.int32)
     mask = jnp.zeros((B, 1, 0), jnp.bool_)
@@ -244,9 +251,9 @@ def _propose_dynamic(rows: _Rows, shape: DynamicTree) -> tuple[Drafts, Cache]:
     all_tokens: list[jax.Array] = []
     all_parents: list[jax.Array] = []
     for depth in range(1, shape.depth + 1):
-        logits_f32 = rows.logits(carried)
-        ids, top, total = top_tokens(logits_f32, k, rows.rules.mesh_axes("W"))
-        tokens = rows.target_ids(ids).reshape(B, -1)
+        logits_f32 = drafting.logits(carried)
+        ids, top, total = top_tokens(logits_f32, k, drafting.rules.mesh_axes("W"))
+        tokens = drafting.target_ids(ids).reshape(B, -1)
         grown = (scores[:, :, None] + (top - total).reshape(B, -1, k)).reshape(B, -1)
         base = sum(part.shape[1] for part in all_scores)
         all_scores.append(grown)
@@ -257,9 +264,9 @@ def _propose_dynamic(rows: _Rows, shape: DynamicTree) -> tuple[Drafts, Cache]:
         scores, chosen = jax.lax.top_k(grown, k)
         above = chosen // k
         own = jnp.broadcast_to(jnp.eye(k, dtype=jnp.bool_), (B, k, k))
-        mask = jnp.concatenate([_take(mask, above), own], axis=2)
-        carried = rows.run(
-            _take(carried, above), jnp.take_along_axis(tokens, chosen, axis=1), depth, mask
+        mask = jnp.concatenate([pick_rows(mask, above), own], axis=2)
+        carried = drafting.run(
+            pick_rows(carried, above), jnp.take_along_axis(tokens, chosen, axis=1), depth, mask
         )
         node = base + chosen
     # Along a path scores never rise, and of equals the earlier is taken: parents are among the
@@ -275,11 +282,7 @@ def _propose_dynamic(rows: _Rows, shape: DynamicTree) -> tuple[Drafts, Cache]:
         parents=parents,
         mask=tree_mask(parents, shape.depth),
     )
-    return drafts, rows.cache
-
-
-def _take(x: Array, at: Int32[Array, "B X"]) -> Array:
-    return jnp.take_along_axis(x, at[:, :, None], axis=1)
+    return drafts, drafting.cache
 
 
 def extend(

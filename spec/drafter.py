@@ -34,7 +34,7 @@ from spec.eagle3 import model as eagle3
 from spec.eagle3.checkpoint import DrafterFiles, check_target, open_drafter
 from spec.eagle3.config import DrafterConfig
 from spec.eagle3.model import Eagle3
-from spec.tree import Chain, DynamicTree, Shape
+from spec.tree import Chain, DynamicTree, Shape, is_count
 
 DEFAULT_DRAFT_TOKENS = 3
 """What all published drafters for Kimi-K2 models recommend."""
@@ -70,8 +70,8 @@ def load_drafter(
         sample_drafts: draws drafts from the drafter's distribution where a request samples, and
             accepts by rejection: the reply has the distribution, not the tokens, of plain decoding
             (at temperature 0, its tokens), and the closer the drafter's distribution is to the
-            target's, the more drafts stand. By default drafts are the most likely
-            tokens, and replies the very tokens of plain decoding.
+            target's, the more drafts stand. By default drafts are the most likely tokens, and
+            replies the very tokens of plain decoding.
         lossy_threshold: takes every draft to which the target gives at least this probability, in
             (0, 1). More drafts stand, and **replies no longer follow the target's distribution**.
             None, the default, is exact.
@@ -113,7 +113,7 @@ class Eagle3Drafter:
         if isinstance(K, str):
             is_known = K == AUTO
         else:
-            is_known = K is None or (_is_id(K) and int(K) <= MAX_DRAFT_DEPTH)
+            is_known = K is None or (is_count(K) and int(K) <= MAX_DRAFT_DEPTH)
         if not is_known:
             raise ValueError(
                 f"num_draft_tokens is {K!r}, expected an integer from 0 to {MAX_DRAFT_DEPTH}, or "
@@ -124,7 +124,7 @@ class Eagle3Drafter:
         if self.tree is not None and K is not None:
             raise ValueError("num_draft_tokens and tree are both given; a tree says its own size")
         is_list = isinstance(self.taps, Sequence) and not isinstance(self.taps, str)
-        if self.taps is not None and not (is_list and all(map(_is_id, self.taps))):
+        if self.taps is not None and not (is_list and all(map(is_count, self.taps))):
             raise ValueError(f"taps is {self.taps!r}, expected layer ids (integers from 0)")
         if not isinstance(self.sample_drafts, bool):
             raise ValueError(f"sample_drafts is {self.sample_drafts!r}, expected True or False")
@@ -143,7 +143,6 @@ class Eagle3Drafter:
                 )
             if self.sample_drafts:
                 raise ValueError("lossy_threshold and sample_drafts are both given; take one")
-
         if not any(shape.num_draft_tokens for shape in self.shapes):
             given = {"sample_drafts": self.sample_drafts, "lossy_threshold": threshold is not None}
             if names := [name for name, is_given in given.items() if is_given]:
@@ -335,8 +334,3 @@ def _check_mesh(cfg: DrafterConfig, mesh: Mesh) -> None:
         raise MeshError(
             f"a mesh of {mesh.size} devices does not divide the drafter: {', '.join(bad)}"
         )
-
-
-def _is_id(value: Any) -> bool:
-    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    return is_integer and int(value) >= 0

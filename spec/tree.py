@@ -48,7 +48,7 @@ class StaticTree:
     def __post_init__(self):
         is_list = isinstance(self.paths, Sequence)
         if not is_list or not all(
-            isinstance(path, Sequence) and all(map(_is_count, path)) for path in self.paths
+            isinstance(path, Sequence) and all(map(is_count, path)) for path in self.paths
         ):
             raise ValueError(
                 f"a draft tree's paths are {self.paths!r}, expected tuples of ranks from 0"
@@ -168,7 +168,7 @@ class DynamicTree:
     def __post_init__(self):
         for name in ("num_draft_tokens", "depth", "top_k"):
             value = getattr(self, name)
-            if not _is_count(value) or value < 1:
+            if not is_count(value) or value < 1:
                 raise ValueError(f"{name} of a dynamic tree is {value!r}, expected at least 1")
         _check_sizes(self.num_draft_tokens, self.depth)
         if self.top_k > MAX_NODES:
@@ -250,13 +250,19 @@ def tokens_before(drafts: Drafts, depth: int) -> Int32[Array, "B T _"]:
     return jnp.sum(jnp.where(is_there, drafts.tokens[:, None, None], 0), axis=-1, dtype=jnp.int32)
 
 
+def pick_rows(x: Array, rows: Int32[Array, "B X"]) -> Array:
+    """x[b, rows[b, i]] for every batch row b: [B, X, ...] of [B, T, ...]."""
+    return jnp.take_along_axis(x, rows.reshape(*rows.shape, *(1,) * (x.ndim - 2)), axis=1)
+
+
+def is_count(value: Any) -> bool:
+    """An integer from 0, and no bool."""
+    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return is_integer and int(value) >= 0
+
+
 def _check_sizes(num_draft_tokens: int, depth: int) -> None:
     if num_draft_tokens > MAX_NODES:
         raise ValueError(f"a draft tree has {num_draft_tokens} nodes, at most {MAX_NODES}")
     if depth > MAX_DRAFT_DEPTH:
         raise ValueError(f"a draft tree is {depth} deep, at most {MAX_DRAFT_DEPTH}")
-
-
-def _is_count(value: Any) -> bool:
-    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    return is_integer and int(value) >= 0

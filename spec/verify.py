@@ -34,7 +34,7 @@ from kimi_jax.runtime.sampling import (
     repeat_rows,
     sample_tokens,
 )
-from spec.tree import Drafts, Shape, StaticTree, depths_of, tokens_before
+from spec.tree import Drafts, Shape, StaticTree, depths_of, pick_rows, tokens_before
 
 ACCEPT_USE = 1
 """Of the random draws at one position (`position_keys`), those that accept drafts: this one, and
@@ -85,7 +85,7 @@ def accept_equal(
         return _first_row((drafts.parents == row[:, None]) & (drafts.tokens == wanted)), None
 
     path, num_accepted, _ = _walk(follow, shape.depth, state)
-    return Accepted(jax.tree.map(lambda x: _take(x, path), every), 1 + num_accepted, path)
+    return Accepted(jax.tree.map(lambda x: pick_rows(x, path), every), 1 + num_accepted, path)
 
 
 def accept_sampled(
@@ -101,7 +101,7 @@ def accept_sampled(
     proposer = jnp.asarray(shape.proposers)
 
     def proposed_by(row: Int32[Array, " B"]) -> Float32[Array, "B V"]:
-        return _take(draft_probs, proposer[row][:, None])[:, 0]
+        return pick_rows(draft_probs, proposer[row][:, None])[:, 0]
 
     def judge(child: _Child, target: jax.Array, draft: jax.Array) -> tuple:
         draft_prob = _at(draft, child.token)
@@ -180,7 +180,7 @@ def _accept_by_coin(
     def follow(
         depth: int, row: Int32[Array, " B"]
     ) -> tuple[Int32[Array, " B"], Float32[Array, "B V"]]:
-        whole = _take(target_probs, row[:, None])[:, 0]
+        whole = pick_rows(target_probs, row[:, None])[:, 0]
         target, draft = whole, proposed_by(row)
         is_child = drafts.parents == row[:, None]
         order = jnp.cumsum(is_child.astype(jnp.int32), axis=1)
@@ -204,7 +204,7 @@ def _accept_by_coin(
         left = target_probs[:, 0]
     else:
         # After the deepest draft nothing was proposed: the whole distribution is left.
-        deepest = _take(target_probs, path[:, -1:])[:, 0]
+        deepest = pick_rows(target_probs, path[:, -1:])[:, 0]
         left = jnp.where((num_accepted == shape.depth)[:, None], deepest, left)
     last = sample_tokens(
         jnp.log(left), sampling=state.sampling, positions=state.lengths + num_accepted
@@ -213,7 +213,7 @@ def _accept_by_coin(
     following = jnp.pad(path[:, 1:], ((0, 0), (0, 1)))
     drafted = jnp.take_along_axis(jnp.pad(drafts.tokens, ((0, 0), (1, 0))), following, axis=1)
     token = jnp.where(place < num_accepted[:, None], drafted, last[:, None])
-    on_path = logits_f32 if shape.is_chain else _take(logits_f32, path)
+    on_path = logits_f32 if shape.is_chain else pick_rows(logits_f32, path)
     chosen = describe_tokens(
         on_path.reshape(-1, on_path.shape[-1]),
         token.reshape(-1),
@@ -280,10 +280,6 @@ def _first_row(is_node: Bool[Array, "B M"]) -> Int32[Array, " B"]:
 
 def _num_leading(flags: Array) -> Int32[Array, " B"]:
     return jnp.sum(jnp.cumprod(flags.astype(jnp.int32), axis=1), axis=1)
-
-
-def _take(x: Array, at: Int32[Array, "B X"]) -> Array:
-    return jnp.take_along_axis(x, at.reshape(*at.shape, *(1,) * (x.ndim - 2)), axis=1)
 
 
 def _at(probs: Float32[Array, "B V"], token: Int32[Array, " B"]) -> Float32[Array, " B"]:

@@ -5,8 +5,9 @@ logit bias, penalties (`edit_logits`), temperature, min_p, top_k, top_p (`filter
 Gumbel-max (`sample_tokens`); `choose_tokens` is all of it. What a row draws depends on its seed and
 on the absolute position of the token drawn, never on its neighbours, its slot or earlier calls.
 
-One compiled program serves every option: work that no row asks for is skipped at run time. Nothing
-sorts the vocabulary. Knows token ids only: stop strings and stop ids are carried, not applied.
+One compiled program serves every option: work that no row asks for is skipped at run time. Choosing
+sorts nothing; the few best (`top_tokens`) are for logprobs and draft trees. Knows token ids only:
+stop strings and stop ids are carried, not applied.
 """
 
 import dataclasses
