@@ -173,7 +173,7 @@ class Eagle3Drafter:
         taps = None if self.taps is None else tuple(self.taps)
         own = DrafterConfig.from_folder(folder, num_target_layers=cfg.num_hidden_layers, taps=taps)
         check_target(own, cfg)
-        _check_mesh(own, mesh)
+        check_mesh(own, mesh)
         widest = max(shape.num_siblings for shape in self.shapes)
         if widest > own.draft_vocab_size:
             raise ValueError(
@@ -193,7 +193,7 @@ class Eagle3Drafter:
         folder = resolve(self.path_or_id, revision=self.revision)
         own = self._config(folder, cfg, mesh)
         files = open_drafter(folder, own)
-        graph, weights = _load(files, own, mesh, dtype)
+        graph, weights = load_weights(files, own, mesh, dtype)
         return BoundEagle3(
             cfg=own,
             graph=graph,
@@ -303,9 +303,10 @@ class BoundEagle3:
         return self.controllers[batch]
 
 
-def _load(
+def load_weights(
     files: DrafterFiles, cfg: DrafterConfig, mesh: Mesh, dtype: jnp.dtype
 ) -> tuple[nnx.GraphDef, Any]:
+    """A drafter's module structure and its weights, placed on the mesh in this dtype."""
     owned = {
         "has_own_embedding": files.has_own_embedding,
         "has_own_head": files.has_own_head,
@@ -322,8 +323,12 @@ def _load(
     return graph, nnx.from_flat_state(flat)
 
 
-def _check_mesh(cfg: DrafterConfig, mesh: Mesh) -> None:
-    """Refuses a mesh that does not divide the drafter."""
+def check_mesh(cfg: DrafterConfig, mesh: Mesh) -> None:
+    """Refuses a mesh that does not divide the drafter.
+
+    Raises:
+        MeshError: names the sizes that do not divide.
+    """
     sizes = {
         "num_attention_heads": cfg.num_attention_heads,
         "num_key_value_heads": cfg.num_key_value_heads,

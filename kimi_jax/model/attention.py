@@ -43,6 +43,7 @@ def attend_blocked(
     num_slots: int,
     value_width: int,
     scale: float,
+    first: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B N T H"]:
     """Attends slots 0..position of each row; softmax in float32, result in the query's dtype.
 
@@ -58,6 +59,7 @@ def attend_blocked(
         num_slots: slots a row has.
         value_width: H.
         scale: of the scores.
+        first: the first slot each query sees; None is 0 for all.
 
     Raises:
         ValueError: the slots are no multiple of `KEY_BLOCK`.
@@ -73,6 +75,8 @@ def attend_blocked(
         scores_f32 = jnp.matmul(q, k, preferred_element_type=jnp.float32) * scale
         slots = i * block + jnp.arange(block, dtype=positions.dtype)
         seen = slots <= positions[:, None, :, None]
+        if first is not None:
+            seen &= slots >= first[:, None, :, None]
         scores_f32 = jnp.where(seen, scores_f32, -jnp.inf)
         new_largest = jnp.maximum(largest_f32, jnp.max(scores_f32, axis=-1, keepdims=True))
         weights_f32 = jnp.exp(scores_f32 - new_largest)

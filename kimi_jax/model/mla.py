@@ -104,7 +104,7 @@ def attend_naive(
     visible: Array,
 ) -> Float[Array, "B T N H"]:
     """Attention over expanded keys and values; `visible` [B, T, S] says who sees what."""
-    k, v = _expand(attn, cfg, rows.astype(queries.q_nope.dtype))
+    k, v = expand(attn, cfg, rows.astype(queries.q_nope.dtype))
     q = _heads_first(queries)
     scores_f32 = jnp.matmul(q, k, preferred_element_type=jnp.float32) * cfg.softmax_scale
     weights_f32 = jax.nn.softmax(jnp.where(visible[:, None], scores_f32, -jnp.inf), axis=-1)
@@ -118,14 +118,15 @@ def attend_naive_blocked(
     queries: Projected,
     cache: Float[Array, "BS CR"],
     positions: Int[Array, "B T"],
+    first: Int[Array, "B T"] | None = None,
 ) -> Float[Array, "B T N H"]:
-    """`attend_naive` over cache slots 0..position, a block of keys expanded at a time."""
+    """`attend_naive` over cache slots first..position, a block of keys expanded at a time."""
     B = queries.q_nope.shape[0]
     slots_of_rows = cache.reshape(B, -1, cache.shape[1])
 
-    def keys_values(first: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-        rows = jax.lax.dynamic_slice_in_dim(slots_of_rows, first, count, axis=1)
-        return _expand(attn, cfg, rows.astype(queries.q_nope.dtype))
+    def keys_values(start: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+        rows = jax.lax.dynamic_slice_in_dim(slots_of_rows, start, count, axis=1)
+        return expand(attn, cfg, rows.astype(queries.q_nope.dtype))
 
     out = attend_blocked(
         _heads_first(queries),
@@ -134,6 +135,7 @@ def attend_naive_blocked(
         num_slots=slots_of_rows.shape[1],
         value_width=cfg.v_head_dim,
         scale=cfg.softmax_scale,
+        first=first,
     )
     return out.swapaxes(1, 2)
 
@@ -149,18 +151,24 @@ def attention_layer(
     *,
     is_prefill: bool = False,
     tree: TreeRows | None = None,
+    first: Int[Array, "B T"] | None = None,
 ) -> tuple[Float[Array, "B T D"], Float[Array, "BS CR"] | None]:
     """One attention layer and the cache with its tokens' rows written.
 
     The input is as wide as the layer's weights want it (a drafter's is twice the model's width).
 
-    Without a cache the T tokens are a whole sequence: causal, naive, differentiable. Rows of a
-    draft tree are written and see as `tree` says; they are never a prefill.
+    Without a cache the T tokens are a whole sequence: causal, naive, differentiable; or several,
+    one after the other, where `first` gives the place of each token's first, and not differentiable
+    then. Rows of a draft tree are written and see as `tree` says; they are never a prefill.
     """
     with jax.named_scope("mla"):
         queries = project(attn, cfg, x, *angles)
         assert tree is None or (cache is not None and not is_prefill)
-        if cache is None:
+        if cache is None and first is not None:
+            places = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), positions.shape)
+            rows = queries.rows.reshape(-1, queries.rows.shape[-1])
+            out = attend_naive_blocked(attn, cfg, queries, rows, places, first)
+        elif cache is None:
             visible = positions[:, :, None] >= positions[:, None, :]
             out = attend_naive(attn, cfg, queries, queries.rows, visible)
         else:
@@ -189,7 +197,7 @@ def _heads_first(queries: Projected) -> Float[Array, "B N T UR"]:
     return jnp.concatenate([queries.q_nope, queries.q_rope], axis=-1).swapaxes(1, 2)
 
 
-def _expand(
+def expand(
     attn: Attention, cfg: ModelConfig, rows: Float[Array, "B S CR"]
 ) -> tuple[Float[Array, "B N UR S"], Float[Array, "B N S H"]]:
     """Keys (each a column) and values of every head."""

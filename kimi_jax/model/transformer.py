@@ -87,6 +87,7 @@ def forward(
     rules: Rules = WHOLE,
     is_prefill: bool = False,
     tree: TreeRows | None = None,
+    first: Int[Array, "B T"] | None = None,
     remat: bool = False,
 ) -> Forward:
     """Runs all layers over T new tokens a row.
@@ -96,7 +97,8 @@ def forward(
     sequences (training, scoring). `is_real` marks padding, which chooses no expert; its output and
     cache rows are meaningless. `is_prefill` picks the attention form for many queries. With `tree`
     the tokens are a draft tree's nodes: positions repeat, and it says which slots are theirs and
-    what they see.
+    what they see. With `first`, and without a cache, a row holds sequences one after the other:
+    a token sees those from the place `first` gives up to its own.
 
     Raises:
         ValueError: a tap outside 0..num_hidden_layers.
@@ -124,6 +126,7 @@ def forward(
             rules,
             is_prefill=is_prefill,
             tree=tree,
+            first=first,
         )
         x = x + attended
         h = rms_norm(x, block.post_attention_layernorm[...], cfg.rms_norm_eps)

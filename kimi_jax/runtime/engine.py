@@ -21,6 +21,7 @@ from kimi_jax.axes import Rules, replace
 from kimi_jax.config import ModelConfig
 from kimi_jax.model import transformer
 from kimi_jax.model.cache import LatentCache
+from kimi_jax.model.layers import rms_norm
 from kimi_jax.runtime import decode as decoding
 from kimi_jax.runtime.conditions import num_compiles
 from kimi_jax.runtime.decode import (
@@ -339,6 +340,23 @@ class Engine:
             )
             return run(weights, cache, tokens, start, num_real)
 
+        def hidden_states(weights, tokens, positions, first, is_real, *, taps: tuple[int, ...]):
+            def local(weights, tokens, positions, first, is_real):
+                model = nnx.merge(graph, weights)
+                out = transformer.forward(
+                    model,
+                    tokens,
+                    positions,
+                    is_real=is_real,
+                    taps=taps,
+                    first=first,
+                    rules=rules,
+                )
+                return out.taps, rms_norm(out.hidden, model.norm[...], self.cfg.rms_norm_eps)
+
+            run = self._over_mesh(local, (target_specs, whole, whole, whole, whole), whole)
+            return run(weights, tokens, positions, first, is_real)
+
         def grow(state: DecodeState, *, capacity: int) -> DecodeState:
             B, S = state.tokens.shape
             more = ((0, 0), (0, capacity - S))
@@ -360,6 +378,7 @@ class Engine:
         self._prefill = jax.jit(prefill, static_argnames="size", donate_argnames="state")
         self._decode = jax.jit(decode, donate_argnames="state", static_argnames="proposal")
         self._logits = jax.jit(logits, donate_argnames="cache")
+        self._hidden_states = jax.jit(hidden_states, static_argnames="taps")
 
     def _over_mesh(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
         """The function on every device's shards; as it is on one device."""
@@ -497,6 +516,35 @@ class Engine:
             out, cache = self._logits(self.target_weights, cache, chunk, np.int32(start), real)
             yield out
             start += size
+
+    def hidden_states(
+        self,
+        tokens: np.ndarray,
+        positions: np.ndarray,
+        first: np.ndarray,
+        is_real: np.ndarray,
+        *,
+        taps: tuple[int, ...],
+    ) -> tuple[tuple[jax.Array, ...], jax.Array]:
+        """The tapped streams and the final normalised hidden state [B, T, D] of packed sequences.
+
+        Args:
+            tokens: [B, T]; sequences one after the other, none read before nor left behind.
+            positions: [B, T], of each token in its sequence.
+            first: [B, T], the place in the row where each token's sequence begins.
+            is_real: [B, T], False for padding.
+            taps: streams as `transformer.forward` numbers them.
+        """
+        return self._hidden_states(
+            self.target_weights, tokens, positions, first, is_real, taps=taps
+        )
+
+    def replace_drafter_weights(self, weights: Any) -> None:
+        """Goes on with other weights of the same drafter; compiled programs stay."""
+        assert self.drafter is not None
+        old, new = jax.tree.structure(self._weights[1]), jax.tree.structure(weights)
+        assert old == new
+        self._weights = (self.target_weights, weights)
 
     def warm_up(self, *, with_logits: bool = False) -> int:
         """Compiles every program requests can reach; returns how many there are."""

@@ -13,13 +13,16 @@ m is carried to the next draft step, or norm(m) with `norm_output` (EAGLE-3.1). 
 borrow the target's embedding and head; its vocabulary may be a part of the target's.
 """
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int, Int32
 
 from kernels_pallas.mla_attention.reference import visible_slots
-from kimi_jax.axes import Rules
+from kimi_jax.axes import WHOLE, Rules
 from kimi_jax.config import ModelConfig
 from kimi_jax.model import rope, transformer
 from kimi_jax.model.attention import TreeRows, attend_blocked
@@ -118,7 +121,14 @@ def features(
     if not cfg.use_aux_hidden_state:
         (last,) = taps
         return rms_norm(last, target.norm[...], target.cfg.rms_norm_eps).astype(dtype)
-    parts = [tap.astype(dtype) for tap in taps]
+    return fuse(model, cfg, [tap.astype(dtype) for tap in taps])
+
+
+def fuse(
+    model: Eagle3, cfg: DrafterConfig, taps: Sequence[Float[Array, "B T D"]]
+) -> Float[Array, "B T D"]:
+    """`fc` over the tapped streams, normalised as the configuration says, in their dtype."""
+    parts = list(taps)
     if cfg.fc_norm:
         norms = [scale[...] for scale in model.fc_norm]
         parts = [rms_norm(p, s, cfg.rms_norm_eps) for p, s in zip(parts, norms, strict=True)]
@@ -152,14 +162,16 @@ def forward(
         tree: says where rows of a draft tree lie and what they see; their positions repeat.
     """
     with jax.named_scope("eagle3"):
-        eps = cfg.rms_norm_eps
         own = getattr(model, "embed_tokens", None)
         table = target.embed_tokens if own is None else own
-        embedded = transformer.embed(table[...], next_tokens, rules).astype(feature.dtype)
-        normed = rms_norm(feature, model.hidden_norm[...], eps)
-        pair = jnp.concatenate([rms_norm(embedded, model.input_layernorm[...], eps), normed], -1)
-        attn = model.self_attn
-        if isinstance(attn, Attention):
+        embedded = transformer.embed(table[...], next_tokens, rules)
+
+        def attend(pair: Float[Array, "B T DD"]) -> tuple[Float[Array, "B T D"], Cache]:
+            attn = model.self_attn
+            if not isinstance(attn, Attention):
+                return _llama_attention(
+                    attn, cfg, pair, cache, positions, rules, is_prefill=is_prefill, tree=tree
+                )
             assert cfg.mla is not None
             angles = rope.cos_sin(positions, cfg.rope, cfg.mla.qk_rope_head_dim)
             attended, rows = attention_layer(
@@ -174,23 +186,47 @@ def forward(
                 tree=tree,
             )
             assert rows is not None  # a cache was given
-            cache = (rows,)
-        else:
-            attended, cache = _llama_attention(
-                attn, cfg, pair, cache, positions, rules, is_prefill=is_prefill, tree=tree
-            )
-        h = (normed if cfg.norm_before_residual else feature) + attended
-        m = h + mlp_layer(model.mlp, rms_norm(h, model.post_attention_layernorm[...], eps), rules)
-        return (rms_norm(m, model.norm[...], eps) if cfg.norm_output else m), cache
+            return attended, (rows,)
+
+        return run_layer(model, cfg, feature, embedded, attend, rules)
+
+
+def run_layer(
+    model: Eagle3,
+    cfg: DrafterConfig,
+    feature: Float[Array, "B T D"],
+    embedded: Float[Array, "B T D"],
+    attend: Callable[[Float[Array, "B T DD"]], tuple[Float[Array, "B T D"], Any]],
+    rules: Rules = WHOLE,
+) -> tuple[Float[Array, "B T D"], Any]:
+    """What each row carries on, and what `attend` gave beside its output.
+
+    `attend` is the layer's attention, over whatever the rows see; it takes [embedding | feature].
+    """
+    eps = cfg.rms_norm_eps
+    embedded = embedded.astype(feature.dtype)
+    normed = rms_norm(feature, model.hidden_norm[...], eps)
+    pair = jnp.concatenate([rms_norm(embedded, model.input_layernorm[...], eps), normed], -1)
+    attended, kept = attend(pair)
+    h = (normed if cfg.norm_before_residual else feature) + attended
+    m = h + mlp_layer(model.mlp, rms_norm(h, model.post_attention_layernorm[...], eps), rules)
+    return (rms_norm(m, model.norm[...], eps) if cfg.norm_output else m), kept
 
 
 def draft_logits(
-    model: Eagle3, cfg: DrafterConfig, carried: Float[Array, "B D"], target: Kimi
-) -> Float[Array, "B W"]:
+    model: Eagle3, cfg: DrafterConfig, carried: Float[Array, "*B D"], target: Kimi
+) -> Float[Array, "*B W"]:
     """Float32 logits over this device's part of the draft vocabulary, from what a row carried."""
-    h = carried if cfg.norm_output else rms_norm(carried, model.norm[...], cfg.rms_norm_eps)
     own = getattr(model, "lm_head", None)
     head = transformer.head(target) if own is None else own[...]
+    return head_logits(model, cfg, carried, head)
+
+
+def head_logits(
+    model: Eagle3, cfg: DrafterConfig, carried: Float[Array, "*B D"], head: Float[Array, "D W"]
+) -> Float[Array, "*B W"]:
+    """The same with a head given."""
+    h = carried if cfg.norm_output else rms_norm(carried, model.norm[...], cfg.rms_norm_eps)
     return jnp.matmul(h, head.astype(h.dtype), preferred_element_type=jnp.float32)
 
 
@@ -211,6 +247,19 @@ def to_target_logits(
     return whole.at[:, table[...]].set(logits_f32)
 
 
+def llama_heads(
+    attn: LlamaAttention,
+    cfg: DrafterConfig,
+    x: Float[Array, "B T DD"],
+    positions: Int[Array, "B T"],
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T P H"], Float[Array, "B T P H"]]:
+    """Queries, keys and values; RoPE over the whole head of the first two."""
+    cos, sin = rope.cos_sin(positions, cfg.rope, cfg.head_dim)
+    q = _rotate_half(linear(x, attn.q_proj[...]), cos, sin)
+    k = _rotate_half(linear(x, attn.k_proj[...]), cos, sin)
+    return q, k, linear(x, attn.v_proj[...])
+
+
 def _llama_attention(
     attn: LlamaAttention,
     cfg: DrafterConfig,
@@ -222,15 +271,13 @@ def _llama_attention(
     is_prefill: bool,
     tree: TreeRows | None,
 ) -> tuple[Float[Array, "B T D"], Cache]:
-    """Grouped-query attention with rotate-half RoPE over the whole head."""
+    """Grouped-query attention over the cache, its rows written."""
     B, T, _ = x.shape
     H, scale = cfg.head_dim, cfg.head_dim**-0.5
-    cos, sin = rope.cos_sin(positions, cfg.rope, H)
-    q = _rotate_half(linear(x, attn.q_proj[...]), cos, sin)
-    k = _rotate_half(linear(x, attn.k_proj[...]), cos, sin)
+    q, k, v = llama_heads(attn, cfg, x, positions)
     start = positions[:, 0] if tree is None else tree.start
     keys = write_rows(cache[0], k, start)
-    values = write_rows(cache[1], linear(x, attn.v_proj[...]), start)
+    values = write_rows(cache[1], v, start)
     N, P = q.shape[2], keys.shape[1]
     k_rows, v_rows = (c.reshape(B, -1, P, H) for c in (keys, values))
     if is_prefill:
