@@ -19,16 +19,19 @@ Each is a block of cycles in one call of one program, so a call's own cost is sp
 `tokens_per_cycle` is counted over blocks of greedy decoding from the same places, `break_even` is
 ms_cycle / ms_step: the tokens a cycle must give to be as fast as plain decoding.
 
-With several K, 0 among them, `auto_over_plain` is the speed of whole replies with the K chosen
-between blocks, over that of replies without speculation, in turns.
+With several K, 0 among them, `replies` gives for every --temperature the speed of whole replies
+with the K chosen between blocks, and over that of replies without speculation (`auto_over_plain`),
+the two taking turns.
 
 The text is --prompts (a text file, or .jsonl with "prompt" or "text" in every row), or Python's
-own argparse.py. Without --drafter a random one of the published layout is made: of use for costs,
-not for gains. Prints a table, then one JSON line.
+own functools.py, which neither the demo nor its drafter was trained on. The demo has a drafter of
+its own; for other models without --drafter a random one of the published layout is made: of use for
+costs, not for gains. Prints a table, then one JSON line.
 """
 
 import argparse
 import dataclasses
+import functools
 import hashlib
 import inspect
 import json
@@ -56,6 +59,8 @@ from kimi_jax.runtime.decode import MAX_BLOCK_TOKENS, MAX_DRAFT_DEPTH, DecodeSta
 from kimi_jax.runtime.engine import Request, first_at_least
 from kimi_jax.runtime.flags import set_host_device_count
 from kimi_jax.runtime.mesh import parse_mesh
+from kimi_jax.runtime.replies import Speculation
+from spec import DEMO_DRAFTER
 from spec.controller import AdaptiveLength
 from spec.drafter import BoundEagle3, Eagle3Drafter
 from spec.economics import break_even, speedup, tokens_per_second
@@ -255,25 +260,53 @@ class PlainDecoding:
         """Nothing to choose from."""
 
 
-def auto_over_plain(llm: LLM, text: list[int], repeats: int) -> float | None:
-    """Speed of replies whose K is chosen as they go, over plain ones; None without a choice."""
+def whole_replies(
+    llm: LLM, text: list[int], temperatures: list[float], num_prompts: int, repeats: int
+) -> list[dict[str, Any]]:
+    """Replies whose K is chosen as they go beside plain ones, from several places of the text.
+
+    A row for each temperature; none where there is no choice. Speed is all tokens over all decode
+    seconds of a turn's replies, the ratio the median over the turns.
+    """
     drafter = llm.engine.drafter
     if len(drafter.shapes) < 2 or Chain(0) not in drafter.shapes:
-        return None
+        return []
     context = 64
     new_tokens = min(REPLY_TOKENS, llm.max_length - context)
-    params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
-    controllers = {"plain": PlainDecoding(), "auto": AdaptiveLength(drafter.lengths, 1 << 30)}
-    rates: dict[str, list[float]] = {name: [] for name in controllers}
-    # The first turns compile, and teach the controller.
-    for turn in tqdm(range(repeats + 2), "whole replies", disable=None, leave=False):
-        for name, controller in controllers.items():
-            drafter.controllers[1] = controller
-            [result] = llm.generate([text[:context]], params)
-            if turn > 1:
-                rates[name].append(result.timings.tokens_per_second)
-    turns = zip(rates["auto"], rates["plain"], strict=True)
-    return round(statistics.median(a / b for a, b in turns), 3)
+    starts = np.linspace(0, len(text) - context, num_prompts).astype(int)
+    prompts = [text[start : start + context] for start in starts]
+    rows = []
+    for temperature in temperatures:
+        params = SamplingParams(
+            max_new_tokens=new_tokens, ignore_eos=True, temperature=temperature, seed=0
+        )
+        controllers = {"plain": PlainDecoding(), "auto": AdaptiveLength(drafter.lengths, 1 << 30)}
+        rates: dict[str, list[float]] = {name: [] for name in controllers}
+        told: list[Speculation] = []
+        # The first turns compile, and teach the controller.
+        label = f"whole replies, temperature {temperature:g}"
+        for turn in tqdm(range(repeats + 2), label, disable=None, leave=False):
+            for name, controller in controllers.items():
+                drafter.controllers[1] = controller
+                results = [llm.generate([prompt], params)[0] for prompt in prompts]
+                if turn > 1:
+                    tokens = sum(len(r.token_ids) for r in results)
+                    rates[name].append(tokens / sum(r.timings.decode_seconds for r in results))
+                    told += [r.speculation for r in results] if name == "auto" else []
+        turns = zip(rates["auto"], rates["plain"], strict=True)
+        rows.append(
+            {
+                "temperature": temperature,
+                "auto_over_plain": round(statistics.median(a / b for a, b in turns), 3),
+                "plain_tokens_per_second": round(statistics.median(rates["plain"]), 2),
+                "auto_tokens_per_second": round(statistics.median(rates["auto"]), 2),
+                "auto_tokens_per_cycle": round(Speculation.total(told).tokens_per_cycle, 3),
+                "settled_on": controllers["auto"].current.num_draft_tokens,
+                "new_tokens": new_tokens,
+                "prompts": num_prompts,
+            }
+        )
+    return rows
 
 
 def read_prompts(path: Path | None) -> str:
@@ -283,7 +316,7 @@ def read_prompts(path: Path | None) -> str:
         ValueError: not such a file.
     """
     if path is None:
-        return inspect.getsource(argparse)
+        return inspect.getsource(functools)
     try:
         text = path.read_text(encoding="utf-8")
         if path.suffix != ".jsonl":
@@ -305,14 +338,16 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--model", default="demo", help="a checkpoint folder, a hub id, or demo (default)")
-    add("--drafter", help="a published drafter (default: a random one)")
+    add("--drafter", help="a published drafter, or random; default: the demo's own, else random")
     add("--kind", choices=("llama", "mla"), default="llama", help="of the random drafter")
     add("--draft-tokens", default="0,1,3", help="comma-separated (default: %(default)s)")
     add("--context", default="64,512,2048", help="comma-separated (default: %(default)s)")
-    add("--prompts", type=Path, metavar="FILE", help="the text (default: argparse.py)")
+    add("--prompts", type=Path, metavar="FILE", help="the text (default: functools.py)")
     add("--batch", type=int, default=1)
     add("--cycles", type=int, default=12, help="most cycles a block (default: %(default)s)")
     add("--repeats", type=int, default=9)
+    add("--temperature", default="0", help="of whole replies, comma-separated (default: 0)")
+    add("--replies", type=int, default=1, help="places whole replies begin at (default: 1)")
     add("--mesh", help="devices to cut the model over: tensor=8 or expert=4,tensor=2")
     add("--dtype", choices=("float32", "bfloat16"))
     return parser
@@ -327,9 +362,15 @@ def read_options(parser: argparse.ArgumentParser) -> argparse.Namespace:
         if not all(word.isdecimal() and least <= int(word) <= most for word in words):
             parser.error(f"{option} is {text!r}, expected numbers from {least} to {most}")
         setattr(args, name, sorted({int(word) for word in words}))
-    if min(args.cycles, args.repeats, args.batch) < 1:
-        parser.error("--cycles, --repeats and --batch must be at least 1")
+    if min(args.cycles, args.repeats, args.batch, args.replies) < 1:
+        parser.error("--cycles, --repeats, --replies and --batch must be at least 1")
     try:
+        args.temperature = [float(word) for word in args.temperature.split(",")]
+    except ValueError:
+        parser.error(f"--temperature is {args.temperature!r}, expected numbers such as 0,0.8")
+    try:
+        for temperature in args.temperature:
+            SamplingParams(temperature=temperature)
         args.mesh = None if args.mesh is None else parse_mesh(args.mesh)
         args.text = read_prompts(args.prompts)
     except ValueError as error:
@@ -360,7 +401,10 @@ def main() -> None:
         try:
             target = ModelConfig.from_folder(model) if Path(model).is_dir() else None
             drafter = args.drafter
-            if drafter is None:
+            if drafter is None and args.model == "demo":
+                drafter = args.drafter = str(DEMO_DRAFTER)
+            elif drafter in (None, "random"):
+                args.drafter = None
                 if target is None:
                     raise ValueError("a random drafter needs a model folder; give --drafter")
                 drafter = random_drafter(Path(scratch) / "drafter", args.kind, target)
@@ -388,10 +432,12 @@ def main() -> None:
                     f"need {contexts[-1] + MAX_BLOCK_TOKENS}"
                 )
             rows = [row for context in contexts for row in measure(llm, text, context, args)]
-            gain = auto_over_plain(llm, text, args.repeats)
+            replies = whole_replies(llm, text, args.temperature, args.replies, args.repeats)
         except (ValueError, OSError) as error:
             parser.exit(1, f"bench_decode.py: error: {error}\n")
     show(rows)
+    if replies:
+        show(replies)
     facts = conditions(
         model=str(args.model),
         drafter=str(args.drafter or f"random {args.kind}"),
@@ -402,10 +448,10 @@ def main() -> None:
         dtype=llm.dtype,
         mesh=dict(llm.mesh.shape),
         config=llm.cfg.to_dict(),
-        text=str(args.prompts or "argparse.py of this interpreter"),
+        text=str(args.prompts or "functools.py of this interpreter"),
         text_sha256=hashlib.sha256(args.text.encode()).hexdigest()[:16],
     )
-    out = {"rows": rows, "verify_over_step_spread": spread(rows), "auto_over_plain": gain}
+    out = {"rows": rows, "verify_over_step_spread": spread(rows), "replies": replies}
     print(json.dumps(out | {"conditions": facts}))
 
 

@@ -48,7 +48,7 @@ from kimi_jax.runtime.mesh import MeshError, parse_mesh
 from kimi_jax.runtime.replies import Piece
 from kimi_jax.runtime.sampling import MIN_TEMPERATURE
 from kimi_jax.text.messages import ChatError, normalize_tools
-from spec import DynamicTree, load_drafter
+from spec import DEMO_DRAFTER, DynamicTree, load_drafter
 from spec.drafter import AUTO, DEFAULT_DRAFT_TOKENS, Eagle3Drafter
 from spec.economics import break_even
 
@@ -79,8 +79,8 @@ def make_parser() -> argparse.ArgumentParser:
     add_speculation = speculation.add_argument
     add_speculation(
         "--drafter",
-        default="none",
-        help="an EAGLE-3 drafter's folder or hub id; default: none, plain decoding",
+        help="an EAGLE-3 drafter's folder or hub id, demo, or none: plain decoding; default: the "
+        "demo's own with the demo, else none",
     )
     add_speculation(
         "--draft-tokens",
@@ -186,7 +186,8 @@ def check(args: argparse.Namespace) -> Job:
 
 
 def _drafter(args: argparse.Namespace) -> Eagle3Drafter | None:
-    if args.drafter == "none":
+    path = args.drafter or ("demo" if args.model == "demo" else "none")
+    if path == "none":
         given = {
             "--draft-tokens": args.draft_tokens is not None,
             "--tree": args.tree is not None,
@@ -195,7 +196,7 @@ def _drafter(args: argparse.Namespace) -> Eagle3Drafter | None:
             "--taps": args.taps is not None,
         }
         if names := [name for name, is_given in given.items() if is_given]:
-            raise ValueError(f"only with --drafter: {', '.join(names)}")
+            raise ValueError(f"only with a --drafter: {', '.join(names)}")
         return None
     if sampling_params(args).temperature < MIN_TEMPERATURE:
         given = {
@@ -213,7 +214,7 @@ def _drafter(args: argparse.Namespace) -> Eagle3Drafter | None:
     if tree is not None and len(tree) != 3:
         raise ValueError(f"--tree is {args.tree!r}, expected nodes,depth,top_k such as 8,4,2")
     return load_drafter(
-        args.drafter,
+        DEMO_DRAFTER if path == "demo" else path,
         num_draft_tokens=K,
         tree=None if tree is None else DynamicTree(*tree),
         sample_drafts=args.sample_drafts,

@@ -25,6 +25,7 @@ from kimi_jax.runtime.decode import (
     Step,
 )
 from kimi_jax.runtime.engine import Controller, weight_pspecs
+from kimi_jax.runtime.llm import DEMO
 from kimi_jax.runtime.mesh import MeshError, rules_for
 from spec import draft
 from spec.controller import AdaptiveLength, FixedProposal
@@ -35,6 +36,9 @@ from spec.eagle3.checkpoint import DrafterFiles, check_target, open_drafter
 from spec.eagle3.config import DrafterConfig
 from spec.eagle3.model import Eagle3
 from spec.tree import Chain, DynamicTree, Shape, is_count
+
+DEMO_DRAFTER = DEMO / "drafter"
+"""The folder of the bundled demo's own drafter."""
 
 DEFAULT_DRAFT_TOKENS = 3
 """What all published drafters for Kimi-K2 models recommend."""

@@ -26,7 +26,8 @@ def test_every_form_is_measured(script, tiny, tmp_path):
         rate = 1e3 * row["tokens_per_cycle"] / row["ms_cycle"]
         assert row["tokens_per_second"] == pytest.approx(rate, rel=2e-3)
     assert set(out["verify_over_step_spread"]) == {"0", "2"}
-    assert out["auto_over_plain"] > 0
+    [replies] = out["replies"]
+    assert replies["temperature"] == 0 and replies["auto_over_plain"] > 0
     assert out["conditions"]["device"] and "verify_over_step" in table
 
 
