@@ -7,6 +7,7 @@ resumed run goes on where it stopped, on any number of devices.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jaxtyping import Array, Bool, Int
@@ -18,8 +19,11 @@ _OPEN_ROWS = 16
 """Rows being filled at a time: enough to waste little, few enough to keep the order random."""
 
 
-HostOrDevice = Array | np.ndarray
-"""Laid out on the host, then placed."""
+if TYPE_CHECKING:
+    HostOrDevice = Array
+else:
+    # Laid out on the host, then placed; what runs on the devices sees arrays of theirs alone.
+    HostOrDevice = Array | np.ndarray
 
 
 @pytree_dataclass
@@ -95,14 +99,14 @@ def lay_out(
             is_real[row, at:end] = True
             placed.append(Placed(index, row, at))
             at = end
-    batch = Batch(
-        tokens=tokens,
-        positions=positions,
-        first=first,
-        generated=generated,
-        is_real=is_real,
-    )
-    return batch, placed
+    columns: dict[str, Any] = {
+        "tokens": tokens,
+        "positions": positions,
+        "first": first,
+        "generated": generated,
+        "is_real": is_real,
+    }
+    return Batch(**columns), placed
 
 
 def count_targets(samples: Sequence[Sample], indices: Sequence[int]) -> int:

@@ -6,6 +6,7 @@ killed needs: a step that is not whole is passed over, one of another run or ano
 refused. It knows nothing of the state, and runs in one process.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -99,6 +100,7 @@ class Checkpoints:
         """
         if step % self.every and not force:
             return False
+        self.wait()
         latest = self.latest
         if step == latest:
             return False
@@ -145,7 +147,7 @@ class Checkpoints:
         for step in self._steps():
             if missing := self._missing(step):
                 _log.warning(
-                    "%s: step %d is not whole (no %s), an earlier one is used",
+                    "%s: step %d is not whole (no %s), passed over",
                     self.folder,
                     step,
                     summarise(missing),
@@ -161,7 +163,7 @@ class Checkpoints:
                 reasons[step] = _one_line(error)
                 self._unreadable.add(step)
                 _log.warning(
-                    "%s: step %d cannot be read (%s), an earlier one is used",
+                    "%s: step %d cannot be read (%s), passed over",
                     self.folder,
                     step,
                     reasons[step],
@@ -174,12 +176,21 @@ class Checkpoints:
         return None
 
     def wait(self) -> None:
-        """Returns once every save is on the disk."""
-        if self._manager is not None:
+        """Returns once every save is on the disk; raises what kept one from it."""
+        if self._manager is None:
+            return
+        try:
             self._manager.wait_until_finished()
+        except Exception:
+            # It counts the step that failed as stored; a new one looks at the folder.
+            manager, self._manager, self._saved = self._manager, None, None
+            with contextlib.suppress(Exception):
+                manager.close()
+            raise
 
     def close(self) -> None:
         """Waits, and lets go of the folder."""
+        self.wait()
         if self._manager is not None:
             manager, self._manager = self._manager, None
             manager.close()

@@ -93,8 +93,8 @@ def new_config(
                 "latent_norm_eps",
             )
         }
-        own = {"rope": target.rope, "rms_norm_eps": target.rms_norm_eps}
-        rest = {"num_key_value_heads": heads, "head_dim": 0}
+        own: dict[str, Any] = {"rope": target.rope, "rms_norm_eps": target.rms_norm_eps}
+        rest: dict[str, Any] = {"num_key_value_heads": heads, "head_dim": 0}
         rest["mla"] = mla_config(**shared, **own, **ranks)
     else:
         own = {"rope": RopeConfig(theta=rope_theta or LLAMA_THETA), "rms_norm_eps": 1e-6}
@@ -145,7 +145,7 @@ class Beginning:
             DrafterError: no drafter, or not of this target.
         """
         layers = target.num_hidden_layers
-        cfg = DrafterConfig.from_folder(folder, num_target_layers=layers, taps=taps)
+        cfg = DrafterConfig.from_folder(Path(folder), num_target_layers=layers, taps=taps)
         check_target(cfg, target)
         files = open_drafter(folder, cfg)
         return cls(cfg=cfg, files=files, num_draft_tokens=num_draft_tokens)

@@ -104,6 +104,7 @@ def held_out(
 def serve(llm: LLM, weights: Weights) -> None:
     """Makes an LLM that has a drafter of this kind draft with these weights."""
     bound = llm.engine.drafter
+    assert bound is not None
     new = {path: param[...] for path, param in nnx.to_flat_state(weights)}
     flat = []
     for path, param in nnx.to_flat_state(bound.weights):

@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Float32, Int, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 
 from kimi_jax.axes import pytree_dataclass
 from spec.eagle3 import model as eagle3
@@ -144,13 +144,13 @@ def unrolled_sums(
     own_head = getattr(model, "lm_head", None)
     assert own_head is not None or borrowed_head is not None
 
-    def step(weights, feature, shifted, label_logits, label_total, best, valid, seen: Seen):
+    def step(weights, feature, shifted, ahead: Labels, valid, seen: Seen):
         model = nnx.merge(graph, weights)
         feature, seen = draft_step(model, cfg, feature, shifted, batch.positions, batch.first, seen)
         head = borrowed_head if own_head is None else model.lm_head[...]
         assert head is not None
         logits_f32 = eagle3.head_logits(model, cfg, feature, head)
-        judged = _judge(logits_f32, label_logits, label_total, best, valid, unrolling.loss)
+        judged = _judge(logits_f32, ahead, valid, unrolling.loss)
         return feature, seen, judged
 
     if unrolling.remat:
@@ -162,8 +162,8 @@ def unrolled_sums(
     seen = Seen()
     judged = []
     for s, valid in enumerate(valid_rows(batch.generated, batch.first, unrolling.num_steps)):
-        ahead = [shift(x, 1 + s) for x in (labels.logits_f32, labels.total_f32, labels.best)]
-        feature, seen, row = step(weights, feature, shift(embedded, 1 + s), *ahead, valid, seen)
+        ahead = jax.tree.map(lambda x, s=s: shift(x, 1 + s), labels)
+        feature, seen, row = step(weights, feature, shift(embedded, 1 + s), ahead, valid, seen)
         judged.append(row)
     sums, drafts = zip(*judged, strict=True)
     return jax.tree.map(lambda *x: jnp.stack(x), *sums), jnp.stack(drafts)
@@ -176,20 +176,15 @@ def total_loss(sums: Sums, unrolling: Unrolling, num_targets: jax.Array) -> jax.
 
 
 def _judge(
-    logits_f32: Float32[Array, "B T W"],
-    label_logits: Float32[Array, "B T W"],
-    label_total: Float32[Array, "B T"],
-    best: Int32[Array, "B T"],
-    valid: Array,
-    loss: LossName,
+    logits_f32: Float32[Array, "B T W"], labels: Labels, valid: Bool[Array, "B T"], loss: LossName
 ) -> tuple[Sums, Int32[Array, "B T"]]:
     log_q = jax.nn.log_softmax(logits_f32, axis=-1)
-    p_f32 = jnp.exp(label_logits - label_total[..., None])
+    p_f32 = jnp.exp(labels.logits_f32 - labels.total_f32[..., None])
     stands_f32 = jnp.sum(jnp.minimum(p_f32, jnp.exp(log_q)), axis=-1)
     if loss == "cross_entropy":
-        within = jax.nn.softmax(label_logits, axis=-1)
+        within = jax.nn.softmax(labels.logits_f32, axis=-1)
         losses_f32 = -jnp.sum(within * log_q, axis=-1)
-        counted = valid & (best >= 0)
+        counted = valid & (labels.best >= 0)
     else:
         losses_f32 = -jnp.log(jnp.maximum(stands_f32, 1e-20))
         counted = valid
@@ -200,7 +195,7 @@ def _judge(
 
     sums = Sums(
         loss_f32=total(losses_f32, counted),
-        correct=jnp.sum(valid & (draft == best), dtype=jnp.int32),
+        correct=jnp.sum(valid & (draft == labels.best), dtype=jnp.int32),
         stands_f32=total(jax.lax.stop_gradient(stands_f32), valid),
         rows=jnp.sum(valid, dtype=jnp.int32),
     )

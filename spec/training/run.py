@@ -137,7 +137,7 @@ def train(
         report = jax.device_get(report)
         ended = time.perf_counter()
         if not report.is_finite:
-            checkpoints.save(step, state, {"step": step})
+            checkpoints.save(step, state, {"step": step}, force=True)
             checkpoints.wait()
             raise TrainingError(
                 f"step {step + 1}: the loss is {float(report.loss)}, the gradient's norm "
@@ -155,7 +155,7 @@ def train(
             "step": step + 1,
             "loss": _number(report.loss),
             "gradient_norm": _number(report.gradient_norm),
-            "learning_rate": float(rates(step)),
+            "learning_rate": float(np.asarray(rates(step))),
             "accuracy_by_depth": np.round(
                 report.sums.correct / np.maximum(report.sums.rows, 1), 4
             ).tolist(),

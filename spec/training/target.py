@@ -9,7 +9,7 @@ import hashlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +71,8 @@ class OfflineStates:
             hidden[place.row, rows], joined[place.row, rows] = own_hidden, own_taps
         assert hidden is not None and joined is not None  # no batch is empty
         taps = np.split(joined, self.num_taps, axis=-1) if self.num_taps else []
-        return Streams(taps=tuple(taps), hidden=hidden)
+        states: dict[str, Any] = {"taps": tuple(taps), "hidden": hidden}
+        return Streams(**states)
 
 
 def ends_of(llm: LLM) -> tuple[Ends, jax.Array]:

@@ -1,7 +1,7 @@
 import gc
-import json
 import logging
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -215,7 +215,7 @@ def test_a_newer_step_that_is_not_whole_is_passed_over(tmp_path, caplog, damage)
         with caplog.at_level(logging.WARNING, "spec.training.checkpoints"):
             assert_restored(checkpoints.restore(small()), 2)
         assert f"{tmp_path}: step 3 " in caplog.text
-        assert "an earlier one is used" in caplog.text
+        assert "passed over" in caplog.text
         assert checkpoints.latest == 2
         # The run comes to the same step again, and goes on.
         for step in (3, 4):
@@ -343,18 +343,24 @@ def test_what_cannot_be_stored_is_refused_before_anything_is_written(tmp_path):
     assert step_folders(tmp_path) == []
 
 
-def test_a_save_that_fails_is_told(tmp_path, monkeypatch):
-    with Checkpoints(tmp_path, fingerprint=RUN) as checkpoints:
-        assert checkpoints.save(1, small(1), {"position": 10})
-        checkpoints.wait()
-
-        def fail(*_, **__):
-            raise OSError(28, "No space left on device")
-
-        monkeypatch.setattr(json, "dumps", fail)
-        with pytest.raises(Exception, match="No space left"):
-            checkpoints.save(2, small(2), {})
+def test_a_save_that_fails_is_told_and_leaves_the_step_before(tmp_path):
+    fill(tmp_path, [1])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    w = np.random.default_rng(2).normal(size=1 << 20).astype(np.float32)
+    checkpoints = Checkpoints(tmp_path, fingerprint=RUN)
+    # As a full disk: no file may grow past this.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18, limits[1]))
+    try:
+        with pytest.raises(Exception, match="File too large"):
+            checkpoints.save(2, {"w": jnp.asarray(w), "step": jnp.int32(2)}, {})
             checkpoints.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with checkpoints:
+        assert checkpoints.latest == 1
+        assert_restored(checkpoints.restore(small()), 1)
+        assert checkpoints.save(2, small(2), {"position": 20})
+    assert_restored(restore(tmp_path), 2)
 
 
 @pytest.mark.parametrize("options", [{"keep": 0}, {"every": 0}])
