@@ -401,7 +401,7 @@ def main() -> None:
         try:
             target = ModelConfig.from_folder(model) if Path(model).is_dir() else None
             drafter = args.drafter
-            if drafter is None and args.model == "demo":
+            if drafter == "demo" or (drafter is None and args.model == "demo"):
                 drafter = args.drafter = str(DEMO_DRAFTER)
             elif drafter in (None, "random"):
                 args.drafter = None

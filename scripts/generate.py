@@ -42,7 +42,7 @@ from kimi_jax import DEMO, LLM, Result, SamplingParams
 from kimi_jax.checkpoint.reader import CheckpointError, resolve
 from kimi_jax.runtime.conditions import conditions
 from kimi_jax.runtime.decode import MAX_DRAFT_DEPTH
-from kimi_jax.runtime.flags import set_host_device_count
+from kimi_jax.runtime.flags import MOST_SIMULATED_DEVICES, set_host_device_count
 from kimi_jax.runtime.llm import DTYPES, INSTANT_SAMPLING, THINKING_SAMPLING
 from kimi_jax.runtime.mesh import MeshError, parse_mesh
 from kimi_jax.runtime.replies import Piece
@@ -51,8 +51,6 @@ from kimi_jax.text.messages import ChatError, normalize_tools
 from spec import DEMO_DRAFTER, DynamicTree, load_drafter
 from spec.drafter import AUTO, DEFAULT_DRAFT_TOKENS, Eagle3Drafter
 from spec.economics import break_even
-
-MOST_SIMULATED_DEVICES = 64
 
 
 def make_parser() -> argparse.ArgumentParser:

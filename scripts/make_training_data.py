@@ -45,7 +45,7 @@ from kimi_jax import DEMO, LLM, SamplingParams
 from kimi_jax.checkpoint.reader import CheckpointError, resolve
 from kimi_jax.config import ModelConfig
 from kimi_jax.runtime.conditions import conditions
-from kimi_jax.runtime.flags import set_host_device_count
+from kimi_jax.runtime.flags import MOST_SIMULATED_DEVICES, set_host_device_count
 from kimi_jax.runtime.llm import DTYPES, SMALL_FILES
 from kimi_jax.runtime.mesh import MeshError, parse_mesh
 from kimi_jax.runtime.sampling import MIN_TEMPERATURE
@@ -55,7 +55,6 @@ from spec.training.conversations import Exchange, Prompt, SampleMaker
 from spec.training.samples import Header, Report, SamplesWriter, check_resumable
 from spec.training.sources import Conversation, Source, files_in, read_sources
 
-MOST_SIMULATED_DEVICES = 64
 LIBRARY = {"stdlib": 0, "stdlib-held-out": 1}
 """Inputs that are no files: which of `library_files` each is."""
 BATCHES_TOGETHER = 16

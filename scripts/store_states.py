@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from tqdm import tqdm
 
@@ -31,14 +32,14 @@ from kimi_jax import DEMO, LLM
 from kimi_jax.checkpoint.reader import resolve
 from kimi_jax.config import ModelConfig
 from kimi_jax.runtime.conditions import conditions
-from kimi_jax.runtime.flags import set_host_device_count
+from kimi_jax.runtime.flags import MOST_SIMULATED_DEVICES, set_host_device_count
 from kimi_jax.runtime.llm import DTYPES, SMALL_FILES
 from kimi_jax.runtime.mesh import make_mesh, parse_mesh
 from spec.training.batches import lay_out, pack_order
-from spec.training.drafters import default_taps
-from spec.training.samples import Header, read_all
+from spec.training.drafters import default_taps, parse_taps
+from spec.training.samples import Header, digest_samples, read_all
 from spec.training.states import StatesHeader, StatesWriter, check_space, states_bytes
-from spec.training.target import OnlineStates, digest_arrays, target_fingerprint
+from spec.training.target import OnlineStates, target_fingerprint
 
 _log = logging.getLogger("store_states")
 
@@ -73,16 +74,16 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.rows < 1 or args.length < 2:
         raise ValueError("--rows must be at least 1, --length at least 2")
     if args.length > 256 and args.length % 256:
-        raise ValueError(f"--length is {args.length}, expected a multiple of 256, or less")
+        raise ValueError(f"--length is {args.length}, expected a multiple of 256, or up to 256")
     sizes = None if args.mesh is None else parse_mesh(args.mesh)
-    if sizes is not None and 1 < math.prod(sizes.values()) <= 64:
+    if sizes is not None and 1 < math.prod(sizes.values()) <= MOST_SIMULATED_DEVICES:
         set_host_device_count(math.prod(sizes.values()))
     path = DEMO if args.model == "demo" else args.model
     small = resolve(path, patterns=SMALL_FILES)
     cfg = ModelConfig.from_folder(small)
     taps = default_taps(cfg.num_hidden_layers)
     if args.taps is not None:
-        taps = tuple(int(word) for word in args.taps.split(","))
+        taps = parse_taps(args.taps)
         if list(taps) != sorted(set(taps)) or not 0 <= taps[0] <= taps[-1] <= cfg.num_hidden_layers:
             raise ValueError(
                 f"--taps is {args.taps}, expected ascending ids from 0 to {cfg.num_hidden_layers}"
@@ -104,7 +105,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         taps=taps,
         hidden_size=cfg.hidden_size,
         dtype=dtype,
-        samples_sha256=digest_arrays(*(sample.input_ids for sample in samples)),
+        samples_sha256=digest_samples(samples),
         num_samples=len(samples),
     )
     with StatesWriter(args.out, header) as writer:
@@ -163,7 +164,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging.getLogger(name).setLevel(logging.WARNING if args.quiet else logging.INFO)
     try:
         out = run(args)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, jax.errors.JaxRuntimeError) as error:
         print(f"store_states.py: error: {error}", file=sys.stderr)
         return 1
     print(json.dumps(out), flush=True)

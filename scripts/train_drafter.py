@@ -20,6 +20,7 @@ cores. Needs the extra `train` for the plot.
 import argparse
 import contextlib
 import dataclasses
+import hashlib
 import importlib.util
 import inspect
 import io
@@ -42,25 +43,25 @@ from kimi_jax.checkpoint.reader import resolve
 from kimi_jax.config import ModelConfig
 from kimi_jax.runtime.conditions import conditions
 from kimi_jax.runtime.decode import MAX_DRAFT_DEPTH
-from kimi_jax.runtime.flags import set_host_device_count
+from kimi_jax.runtime.flags import MOST_SIMULATED_DEVICES, set_host_device_count
 from kimi_jax.runtime.llm import DTYPES, SMALL_FILES
 from kimi_jax.runtime.mesh import make_mesh, parse_mesh
 from kimi_jax.text.tokenizer import Tokenizer
+from spec.drafter import load_drafter
 from spec.eagle3.checkpoint import LAYER_PREFIXES
 from spec.eagle3.model import target_taps
-from spec.training.batches import Schedule, pack_order
+from spec.training.batches import Schedule, count_targets, pack_order
 from spec.training.checkpoints import Checkpoints
-from spec.training.drafters import Beginning, export_drafter, new_config
+from spec.training.drafters import Beginning, export_drafter, new_config, parse_taps
 from spec.training.evaluate import decode_held_out, held_out, serve, shares, summary
 from spec.training.loss import Ends, Unrolling
 from spec.training.run import TrainingError, make_example, plot, read_log, train
-from spec.training.samples import Header, Sample, read_all
+from spec.training.samples import Header, Sample, digest_samples, read_all
 from spec.training.states import StoredStates
 from spec.training.target import (
     OfflineStates,
     OnlineStates,
     StatesSource,
-    digest_arrays,
     ends_of,
     load_ends,
     target_fingerprint,
@@ -75,7 +76,6 @@ from spec.training.vocabulary import (
 
 _log = logging.getLogger("train_drafter")
 
-MOST_SIMULATED_DEVICES = 64
 
 SMOKE = (
     "--steps 6 --rows 2 --length 64 --draft-steps 2 --draft-tokens 2 --draft-vocab-size 1024 "
@@ -98,6 +98,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--out", type=Path, help="the drafter's folder; weights that are there are replaced")
     add("--work", type=Path, help="log and checkpoints; default: OUT.work")
     add("--smoke", action="store_true", help="data, training, resuming, export and use, in small")
+    add("--export-only", action="store_true", help="write the newest checkpoint to --out")
     drafter = parser.add_argument_group("drafter")
     add = drafter.add_argument
     add("--warm-start", metavar="PATH", help="a drafter to go on from; its sizes and vocabulary")
@@ -114,7 +115,7 @@ def make_parser() -> argparse.ArgumentParser:
     training = parser.add_argument_group("training")
     add = training.add_argument
     add("--steps", type=int, help="default: one pass over the samples")
-    add("--rows", type=int, default=4, help="rows of a batch (default: %(default)s)")
+    add("--rows", type=int, help="rows of a batch; default: 4, or the number of devices")
     add("--length", type=int, default=2048, help="tokens of a row (default: %(default)s)")
     add("--cut-long", action="store_true", help="cut samples longer than a row; default: skip them")
     add("--accumulate", type=int, default=1, metavar="N", help="batches a step")
@@ -128,16 +129,16 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--placement",
         choices=("replicated", "sharded"),
-        default="replicated",
-        help="of weights and optimiser: whole on every device, or cut over all",
+        help="of weights and optimiser: whole on every device, or cut over all; default: cut where "
+        "there are several",
     )
     add("--no-remat", action="store_true", help="keep all activations: quicker, more memory")
     add("--seed", type=int, default=0)
     judging = parser.add_argument_group("judging and keeping")
     add = judging.add_argument
-    add("--evaluate-every", type=int, default=0, metavar="STEPS", help="default: at the end only")
-    add("--draft-tokens", type=int, default=3, help="K of the measured cycles (default: 3)")
-    add("--eval-prompts", type=int, default=16, help="replies decoded at an evaluation")
+    add("--evaluate-every", type=int, metavar="STEPS", help="default: at the end only")
+    add("--draft-tokens", type=int, help="K of the measured cycles (default: 3)")
+    add("--eval-prompts", type=int, help="replies decoded at an evaluation (default: 16)")
     add("--save-every", type=int, default=100, metavar="STEPS")
     machine = parser.add_argument_group("machine")
     add = machine.add_argument
@@ -161,19 +162,42 @@ def check(args: argparse.Namespace) -> None:
         raise ValueError("expected either --data or --states")
     if args.states is not None and args.held_out is not None:
         raise ValueError("--held-out needs the target, which --states does without")
+    if args.held_out is None:
+        given = {
+            "--evaluate-every": args.evaluate_every is not None,
+            "--eval-prompts": args.eval_prompts is not None,
+            "--draft-tokens": args.draft_tokens is not None,
+        }
+        if names := [name for name, is_given in given.items() if is_given]:
+            raise ValueError(f"only with --held-out: {', '.join(names)}")
+    if args.states is not None and args.cut_long:
+        raise ValueError("--cut-long is for --data; stored states are of whole samples")
+    # What is not given has its default from here on.
+    args.evaluate_every = 0 if args.evaluate_every is None else args.evaluate_every
+    args.eval_prompts = 16 if args.eval_prompts is None else args.eval_prompts
+    args.draft_tokens = 3 if args.draft_tokens is None else args.draft_tokens
+    if args.held_out is not None and args.draft_tokens > args.draft_steps:
+        raise ValueError(
+            f"--draft-tokens is {args.draft_tokens}, trained are --draft-steps {args.draft_steps}"
+        )
+    check_out(args.out)
     for path in [*(args.data or []), *([args.held_out] if args.held_out else [])]:
         if not path.is_file():
             raise ValueError(f"{path}: no such file")
-    for name in ("rows", "length", "accumulate", "draft_steps", "save_every", "eval_prompts"):
+    for name in ("length", "accumulate", "draft_steps", "save_every", "eval_prompts"):
         if getattr(args, name) < 1:
             option = name.replace("_", "-")
             raise ValueError(f"--{option} is {getattr(args, name)}, expected from 1")
-    for name in ("steps", "draft_vocab_size", "intermediate_size", "num_key_value_heads"):
+    for name in ("rows", "steps", "draft_vocab_size", "intermediate_size", "num_key_value_heads"):
         value = getattr(args, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} is {value}, expected from 1")
-    if args.length > 256 and args.length % 256:
-        raise ValueError(f"--length is {args.length}, expected a multiple of 256, or less")
+    if args.length > 256 and args.length % 512:
+        raise ValueError(f"--length is {args.length}, expected a multiple of 512, or up to 256")
+    for name in ("seed", "evaluate_every"):
+        if getattr(args, name) < 0:
+            option = name.replace("_", "-")
+            raise ValueError(f"--{option} is {getattr(args, name)}, expected 0 or more")
     if not 0 <= args.draft_tokens <= MAX_DRAFT_DEPTH:
         raise ValueError(f"--draft-tokens is {args.draft_tokens}, expected 0 to {MAX_DRAFT_DEPTH}")
     for name in ("learning_rate", "clip_norm", "decay"):
@@ -199,16 +223,17 @@ def check(args: argparse.Namespace) -> None:
         parse_taps(args.taps)
 
 
-def parse_taps(text: str) -> tuple[int, ...]:
-    """The layer ids of a comma-separated option.
+def check_out(folder: Path) -> None:
+    """Refuses to write a drafter over something else.
 
     Raises:
-        ValueError: not numbers.
+        ValueError: the path is a file, or a folder with another model in it.
     """
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isdecimal() for word in words):
-        raise ValueError(f"--taps is {text!r}, expected numbers such as 2,30,58")
-    return tuple(map(int, words))
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--out {folder} is a file, expected a folder")
+    config = folder / "config.json"
+    if config.exists() and "Eagle3" not in config.read_text(encoding="utf-8"):
+        raise ValueError(f"--out {folder} holds another model, and would lose it")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,11 +260,22 @@ def read_data(args: argparse.Namespace, cfg: ModelConfig, folder: Path) -> Data:
         told |= own
     for path, report in told.items():
         _log.info("%s: %s", path, report)
-    seen = {sample.input_ids.tobytes() for sample in samples}
-    shared = [sample.id for sample in judged if sample.input_ids.tobytes() in seen]
+    seen = {key for sample in samples for key in _keys(sample)}
+    shared = [sample.id for sample in judged if not seen.isdisjoint(_keys(sample))]
     if shared:
         raise ValueError(f"--held-out: {len(shared)} samples are trained on, {shared[0]!r} is one")
+    if idle := [sample.id for sample in samples if not count_targets([sample], [0])]:
+        _log.warning("%d samples are too short to draft in, %r is one", len(idle), idle[0])
+    if len(idle) == len(samples):
+        raise ValueError("no sample has a reply long enough to draft in")
     return Data(samples, judged, {path: report.to_dict() for path, report in told.items()})
+
+
+def _keys(sample: Sample) -> list[bytes]:
+    """The whole sample and, where it is more than a first token, its prompt."""
+    prompt = sample.input_ids[: np.argmax(sample.loss_mask)]
+    whole = sample.input_ids.tobytes()
+    return [whole, prompt.tobytes()] if len(prompt) > 1 else [whole]
 
 
 def begin(args: argparse.Namespace, cfg: ModelConfig) -> Beginning:
@@ -302,10 +338,10 @@ def open_target(
     data: Data,
     stored: StoredStates | None,
     mesh: Mesh,
+    dtype: str,
 ) -> Target:
     """Loads the target, or of it what stored states leave to load."""
     path = DEMO if args.model == "demo" else args.model
-    dtype = args.dtype or ("float32" if mesh.devices.flat[0].platform == "cpu" else "bfloat16")
     if stored is not None:
         ends, norm = load_ends(path, cfg, mesh, dtype)
         return Target(ends, norm, OfflineStates(stored, len(beginning.cfg.taps)), None)
@@ -381,6 +417,8 @@ def run(args: argparse.Namespace, *, stop_after: int | None = None) -> dict[str,
     tokenizer = Tokenizer.from_folder(small)
     beginning = begin(args, cfg)
     mesh = make_mesh(sizes)
+    args.rows = args.rows or max(4, mesh.size)
+    args.placement = args.placement or ("sharded" if mesh.size > 1 else "replicated")
     if args.rows % mesh.size:
         raise ValueError(f"--rows is {args.rows}, expected a multiple of the {mesh.size} devices")
     stored = None
@@ -392,9 +430,15 @@ def run(args: argparse.Namespace, *, stop_after: int | None = None) -> dict[str,
             vocab_size=cfg.vocab_size,
             fingerprint=target_fingerprint(resolve(path)),
         )
+        if long := [s.id for s in stored.samples if len(s.input_ids) > args.length]:
+            raise ValueError(
+                f"{args.states}: {len(long)} samples are longer than --length {args.length}, "
+                f"{long[0]!r} is one"
+            )
         data = Data(stored.samples, [], {})
     else:
         data = read_data(args, cfg, small)
+    dtype = args.dtype or ("float32" if mesh.devices.flat[0].platform == "cpu" else "bfloat16")
     draft_ids, coverage = vocabulary(beginning, data.train, tokenizer, cfg)
     _log.info("the draft vocabulary covers %.2f %% of the tokens trained on", 100 * coverage)
     schedule = Schedule(
@@ -414,16 +458,18 @@ def run(args: argparse.Namespace, *, stop_after: int | None = None) -> dict[str,
         placement=args.placement,
     )
     unrolling = Unrolling(
-        num_steps=args.draft_steps, decay=args.decay, loss=args.loss, remat=not args.no_remat
+        draft_steps=args.draft_steps, decay=args.decay, loss=args.loss, remat=not args.no_remat
     )
     work = args.work or args.out.with_name(f"{args.out.name}.work")
     work.mkdir(parents=True, exist_ok=True)
     fingerprint = {
         "drafter": beginning.cfg.to_dict(),
-        "draft_vocabulary": digest_arrays(*([] if draft_ids is None else [draft_ids])),
-        "data": digest_arrays(*(sample.input_ids for sample in data.train)),
-        "loss_masks": digest_arrays(*(sample.loss_mask for sample in data.train)),
-        "warm_start": args.warm_start,
+        "draft_vocabulary": None if draft_ids is None else _digest(draft_ids),
+        "target": target_fingerprint(resolve(path)),
+        "dtype": dtype,
+        "states": "online" if stored is None else "stored",
+        "data": digest_samples(data.train),
+        "warm_start": args.warm_start and target_fingerprint(resolve(args.warm_start)),
         "rows": args.rows,
         "length": args.length,
         "accumulate": args.accumulate,
@@ -432,7 +478,7 @@ def run(args: argparse.Namespace, *, stop_after: int | None = None) -> dict[str,
         "optimisation": dataclasses.asdict(optimisation) | {"placement": None},
     }
     with Checkpoints(work / "steps", fingerprint=fingerprint, every=args.save_every) as kept:
-        target = open_target(args, cfg, beginning, data, stored, mesh)
+        target = open_target(args, cfg, beginning, data, stored, mesh, dtype)
         model = beginning.model(draft_ids, target.ends, target.norm, mesh, args.seed)
         trainer = Trainer(
             beginning.cfg,
@@ -442,6 +488,11 @@ def run(args: argparse.Namespace, *, stop_after: int | None = None) -> dict[str,
             optimisation=optimisation,
             mesh=mesh,
         )
+        del model
+        if args.export_only:
+            if kept.latest is None:
+                raise ValueError(f"{work} holds no checkpoint to export")
+            stop_after = 0
         judge = Judge(args, trainer, target, data.held_out) if data.held_out else None
         log = work / "log.jsonl"
         state, told = train(
@@ -457,7 +508,7 @@ def run(args: argparse.Namespace, *, stop_after: int | None = None) -> dict[str,
             stop_after=stop_after,
             progress=not args.quiet,
         )
-    if stop_after is None:
+    if stop_after is None or args.export_only:
         export_drafter(
             args.out,
             beginning.cfg,
@@ -522,6 +573,10 @@ def smoke() -> dict[str, Any]:
         return told | {"text": with_drafts.text, "speculation": str(with_drafts.speculation)}
 
 
+def _digest(array: np.ndarray) -> str:
+    return hashlib.sha256(array.tobytes()).hexdigest()[:16]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = make_parser()
@@ -531,6 +586,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging.getLogger(name).setLevel(logging.WARNING if args.quiet else logging.INFO)
     try:
         if args.smoke:
+            given = vars(args) | {"smoke": False, "quiet": False}
+            if given != vars(parser.parse_args([])):
+                raise ValueError("--smoke has its own options; give it alone, or with --quiet")
             out = smoke()
         else:
             check(args)

@@ -40,6 +40,12 @@ def test_the_demo_is_complete():
     assert names >= DEMO_FILES
 
 
+def test_the_demo_s_drafter_is_complete_and_small():
+    files = list((ROOT / "kimi_jax" / "demo" / "drafter").iterdir())
+    assert {path.name for path in files} == {"README.md", "config.json", "model.safetensors"}
+    assert sum(path.stat().st_size for path in files) <= 6_000_000
+
+
 def test_a_wheel_holds_the_packages_and_the_demo(tmp_path):
     (path,) = WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["standard"])
     with zipfile.ZipFile(path) as wheel:
@@ -47,7 +53,7 @@ def test_a_wheel_holds_the_packages_and_the_demo(tmp_path):
     for package in ("kimi_jax", "spec", "kernels_pallas"):
         on_disk = {path.relative_to(ROOT).as_posix() for path in (ROOT / package).rglob("*.py")}
         assert on_disk <= names
-    demo = (path for path in (ROOT / "kimi_jax" / "demo").iterdir() if path.is_file())
+    demo = (path for path in (ROOT / "kimi_jax" / "demo").rglob("*") if path.is_file())
     assert {path.relative_to(ROOT).as_posix() for path in demo} <= names
     tops = {name.partition("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {

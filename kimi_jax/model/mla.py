@@ -164,6 +164,7 @@ def attention_layer(
     with jax.named_scope("mla"):
         queries = project(attn, cfg, x, *angles)
         assert tree is None or (cache is not None and not is_prefill)
+        assert first is None or cache is None
         if cache is None and first is not None:
             places = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), positions.shape)
             rows = queries.rows.reshape(-1, queries.rows.shape[-1])

@@ -6,6 +6,9 @@ import os
 import jax
 from jax._src import xla_bridge  # the only place that tells whether a backend has started
 
+MOST_SIMULATED_DEVICES = 64
+"""A mesh asked for in a script is simulated on a CPU up to this size; a typo is not."""
+
 _log = logging.getLogger(__name__)
 
 

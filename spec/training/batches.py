@@ -110,9 +110,9 @@ def lay_out(
 
 
 def count_targets(samples: Sequence[Sample], indices: Sequence[int]) -> int:
-    """Rows of these samples that the first draft step is trained on; see `loss.valid_rows`."""
+    """Rows of these samples that the first draft step is trained on; see `unroll.valid_rows`."""
     masks = [samples[i].loss_mask for i in indices]
-    return int(sum(np.count_nonzero(mask[1:-1] & mask[2:]) for mask in masks))
+    return int(sum(np.count_nonzero(mask[2:]) for mask in masks))
 
 
 class Schedule:

@@ -34,6 +34,18 @@ LLAMA_THETA = 1e6
 """RoPE base of the public Llama-style drafters for Kimi-K2 models."""
 
 
+def parse_taps(text: str) -> tuple[int, ...]:
+    """The layer ids of a comma-separated option.
+
+    Raises:
+        ValueError: not numbers.
+    """
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() for word in words):
+        raise ValueError(f"--taps is {text!r}, expected numbers such as 2,30,58")
+    return tuple(map(int, words))
+
+
 def default_taps(num_layers: int) -> tuple[int, int, int]:
     """(2, N//2, N-3) of N layers, the reference's rule; (0, N//2, N) where these do not ascend."""
     taps = (2, num_layers // 2, num_layers - 3)
@@ -211,9 +223,9 @@ class Beginning:
         if self.files is not None:
             return nnx.merge(*load_weights(self.files, self.cfg, mesh, dtype))
         model = Eagle3(self.cfg, **self.owned, dtype=dtype, rngs=nnx.Rngs(seed))
-        head = np.asarray(ends.lm_head)
-        model.lm_head[...] = jnp.asarray(head if draft_ids is None else head[:, draft_ids], dtype)
-        model.norm[...] = jnp.asarray(np.asarray(norm), dtype)
+        head = ends.lm_head if draft_ids is None else ends.lm_head[:, draft_ids]
+        model.lm_head[...] = head.astype(dtype)
+        model.norm[...] = norm.astype(dtype)
         if draft_ids is not None:
             model.draft_to_target[...] = jnp.asarray(draft_ids, jnp.int32)
         return model

@@ -44,8 +44,8 @@ def walk(match: np.ndarray, starts: tuple[int, int], num_draft_tokens: int) -> S
     Args:
         match: bool [S, T], whether the draft of each step is the sample's token; S at least the
             number of draft tokens.
-        starts: the first and last row that a cycle can begin at: those of the token before the
-            newest and of the last newest token.
+        starts: the first and the last row a cycle can begin at: those that draft the reply's
+            first token and its last.
         num_draft_tokens: K.
     """
     K = num_draft_tokens
@@ -76,7 +76,7 @@ def held_out(
     sums: Sums | None = None
     targets = 0
     walks: dict[int, Speculation] = {}
-    steps = trainer.unrolling.num_steps
+    steps = trainer.unrolling.draft_steps
     for example, placed in examples:
         part, match, counts = jax.device_get(trainer.evaluate(state, example))
         sums = part if sums is None else jax.tree.map(np.add, sums, part)
@@ -86,8 +86,9 @@ def held_out(
             end = place.start + len(sample.input_ids)
             own = match[:, place.row, place.start : end]
             generated = np.flatnonzero(sample.loss_mask)
-            # The target's prefill gives the first token; a cycle begins from the row before it.
-            first, last = int(generated[0]) - 1, int(generated[-1]) - 2
+            # The rows whose draft is the first token of the reply, and the last. Where the prompt
+            # is one token no row drafts the first.
+            first, last = max(0, int(generated[0]) - 2), int(generated[-1]) - 2
             if num_draft_tokens <= steps:
                 walks[place.sample] = walk(own, (first, last), num_draft_tokens)
     assert sums is not None  # there are samples

@@ -3,16 +3,17 @@
 At step s row i is to give the target's distribution after token i + 1 + s, over the draft
 vocabulary:
 
-    cross_entropy   - sum_v p(v) log q(v), p renormalised over the draft vocabulary (EAGLE-3);
-                    rows whose most likely token is outside it are left out
-    acceptance      - log sum_v min(p(v), q(v)), p as the target has it: the sum is the chance that
-                    a draft drawn from q stands (arXiv 2211.17192, section 3.1)
+    cross_entropy   - sum target_probs log draft_probs, target_probs renormalised over the draft
+                    vocabulary (EAGLE-3); rows whose most likely token is outside it count nothing
+    acceptance      - log sum min(target_probs, draft_probs), target_probs as they are: the sum is
+                    the chance that a draft drawn from draft_probs stands (arXiv 2211.17192, 3.1)
 
-Step s weighs `decay`^s. Sums are divided by the number of rows trained on at the first step in the
+Step s weighs `decay`^s. Sums are divided by the number of targets of the first draft step in the
 whole optimiser step, so that padding, packing, micro-batches and devices change nothing.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import jax
@@ -25,19 +26,16 @@ from spec.eagle3 import model as eagle3
 from spec.eagle3.config import DrafterConfig
 from spec.eagle3.model import Eagle3
 from spec.training.batches import Batch, HostOrDevice
-from spec.training.unroll import Seen, draft_step, shift, valid_rows
+from spec.training.unroll import ROW_BLOCK, Seen, draft_step, shift, valid_rows
 
 LossName = Literal["cross_entropy", "acceptance"]
-
-_LABEL_BLOCK = 512
-"""Rows whose logits over the whole vocabulary are held at a time."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Unrolling:
     """How far the drafter is run on its own output, and what its rows are judged by."""
 
-    num_steps: int = 7
+    draft_steps: int = 7
     decay: float = 0.8
     loss: LossName = "cross_entropy"
     remat: bool = True
@@ -56,7 +54,7 @@ class Streams:
     """What the target gives for a batch, in the dtype of its computation."""
 
     taps: tuple[Float[HostOrDevice, "B T D"], ...]
-    """None where the drafter reads the final hidden state alone."""
+    """Not read where the drafter takes the final hidden state alone."""
     hidden: Float[HostOrDevice, "B T D"]
     """The final hidden state after the final norm."""
 
@@ -81,10 +79,10 @@ class Sums:
     the chances that a draft drawn from the drafter's distribution is accepted at temperature 1.
     """
 
-    loss_f32: Float32[HostOrDevice, "*S"]
-    correct: Int[HostOrDevice, "*S"]
-    stands_f32: Float32[HostOrDevice, "*S"]
-    rows: Int[HostOrDevice, "*S"]
+    loss_f32: Float32[HostOrDevice, "*K"]
+    correct: Int[HostOrDevice, "*K"]
+    stands_f32: Float32[HostOrDevice, "*K"]
+    rows: Int[HostOrDevice, "*K"]
 
 
 def make_labels(
@@ -108,10 +106,10 @@ def make_labels(
         best = jnp.argmax(logits_f32, axis=-1).astype(jnp.int32)
         return jax.nn.logsumexp(logits_f32, axis=-1), best
 
-    if T <= _LABEL_BLOCK or T % _LABEL_BLOCK:
+    if T <= ROW_BLOCK:
         total_f32, best = block(hidden)
     else:
-        blocks = hidden.reshape(B, -1, _LABEL_BLOCK, D).swapaxes(0, 1)
+        blocks = hidden.reshape(B, -1, ROW_BLOCK, D).swapaxes(0, 1)
         totals, bests = jax.lax.map(block, blocks)
         total_f32, best = (x.swapaxes(0, 1).reshape(B, T) for x in (totals, bests))
     return Labels(
@@ -133,7 +131,7 @@ def unrolled_sums(
     unrolling: Unrolling,
     *,
     borrowed_head: Float[Array, "D W"] | None = None,
-) -> tuple[Sums, Int[Array, "S B T"]]:
+) -> tuple[Sums, Int[Array, "K B T"]]:
     """Sums by step, and the drafts: each row's most likely draft id, -1 where it is not trained on.
 
     Args:
@@ -144,14 +142,20 @@ def unrolled_sums(
     own_head = getattr(model, "lm_head", None)
     assert own_head is not None or borrowed_head is not None
 
-    def step(weights, feature, shifted, ahead: Labels, valid, seen: Seen):
+    def step(weights, feature, valid, seen: Seen):
         model = nnx.merge(graph, weights)
+        ahead = 1 + len(seen.keys)
+        shifted = shift(embedded, ahead)
         feature, seen = draft_step(model, cfg, feature, shifted, batch.positions, batch.first, seen)
         head = borrowed_head if own_head is None else model.lm_head[...]
         assert head is not None
-        logits_f32 = eagle3.head_logits(model, cfg, feature, head)
-        judged = _judge(logits_f32, ahead, valid, unrolling.loss)
-        return feature, seen, judged
+
+        def judge(carried, labels, valid):
+            logits_f32 = eagle3.head_logits(model, cfg, carried, head)
+            return _judge(logits_f32, labels, valid, unrolling.loss)
+
+        shifted_labels = jax.tree.map(lambda x: shift(x, ahead), labels)
+        return feature, seen, _in_blocks(judge, feature, shifted_labels, valid)
 
     if unrolling.remat:
         step = jax.checkpoint(step)
@@ -161,9 +165,8 @@ def unrolled_sums(
         feature = streams.hidden
     seen = Seen()
     judged = []
-    for s, valid in enumerate(valid_rows(batch.generated, batch.first, unrolling.num_steps)):
-        ahead = jax.tree.map(lambda x, s=s: shift(x, 1 + s), labels)
-        feature, seen, row = step(weights, feature, shift(embedded, 1 + s), ahead, valid, seen)
+    for valid in valid_rows(batch.generated, batch.first, unrolling.draft_steps):
+        feature, seen, row = step(weights, feature, valid, seen)
         judged.append(row)
     sums, drafts = zip(*judged, strict=True)
     return jax.tree.map(lambda *x: jnp.stack(x), *sums), jnp.stack(drafts)
@@ -171,19 +174,38 @@ def unrolled_sums(
 
 def total_loss(sums: Sums, unrolling: Unrolling, num_targets: jax.Array) -> jax.Array:
     """The loss: sums weighed by step, over the targets of the optimiser step."""
-    weights = unrolling.decay ** jnp.arange(unrolling.num_steps, dtype=jnp.float32)
+    weights = unrolling.decay ** jnp.arange(unrolling.draft_steps, dtype=jnp.float32)
     return jnp.sum(weights * sums.loss_f32) / jnp.maximum(num_targets, 1).astype(jnp.float32)
+
+
+def _in_blocks(
+    judge: Callable[..., tuple[Sums, Int32[Array, "B t"]]],
+    carried: Float[Array, "B T D"],
+    labels: Labels,
+    valid: Bool[Array, "B T"],
+) -> tuple[Sums, Int32[Array, "B T"]]:
+    """`judge` over so many places at a time that the logits stay small."""
+    B, T, _ = carried.shape
+    if T <= ROW_BLOCK:
+        return judge(carried, labels, valid)
+    blocks = jax.tree.map(
+        lambda x: x.reshape(B, -1, ROW_BLOCK, *x.shape[2:]).swapaxes(0, 1),
+        (carried, labels, valid),
+    )
+    sums, drafts = jax.lax.map(jax.checkpoint(lambda block: judge(*block)), blocks)
+    total = jax.tree.map(lambda x: jnp.sum(x, axis=0, dtype=x.dtype), sums)
+    return total, drafts.swapaxes(0, 1).reshape(B, T)
 
 
 def _judge(
     logits_f32: Float32[Array, "B T W"], labels: Labels, valid: Bool[Array, "B T"], loss: LossName
 ) -> tuple[Sums, Int32[Array, "B T"]]:
-    log_q = jax.nn.log_softmax(logits_f32, axis=-1)
-    p_f32 = jnp.exp(labels.logits_f32 - labels.total_f32[..., None])
-    stands_f32 = jnp.sum(jnp.minimum(p_f32, jnp.exp(log_q)), axis=-1)
+    log_draft_probs = jax.nn.log_softmax(logits_f32, axis=-1)
+    target_probs = jnp.exp(labels.logits_f32 - labels.total_f32[..., None])
+    stands_f32 = jnp.sum(jnp.minimum(target_probs, jnp.exp(log_draft_probs)), axis=-1)
     if loss == "cross_entropy":
         within = jax.nn.softmax(labels.logits_f32, axis=-1)
-        losses_f32 = -jnp.sum(within * log_q, axis=-1)
+        losses_f32 = -jnp.sum(within * log_draft_probs, axis=-1)
         counted = valid & (labels.best >= 0)
     else:
         losses_f32 = -jnp.log(jnp.maximum(stands_f32, 1e-20))

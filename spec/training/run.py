@@ -8,6 +8,7 @@ import dataclasses
 import json
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -98,13 +99,22 @@ def train(
     Raises:
         TrainingError: the loss or a gradient is not finite; the last good step is kept.
     """
-    state = trainer.init_state()
-    restored = checkpoints.restore(state)
-    first = 0
-    if restored is not None:
+    restored = checkpoints.restore(trainer.abstract_state())
+    if restored is None:
+        first, state = 0, trainer.init_state()
+    else:
         first, state, _ = restored
         _log.info("going on from step %d", first)
-    _keep_rows(log, first)
+    rows = _keep_rows(log, first)
+
+    def evaluate_at(done: int) -> None:
+        is_due = done == num_steps or (evaluate_every and done and done % evaluate_every == 0)
+        if evaluate is not None and is_due:
+            _write_row(log, {"step": done, **evaluate(state)})
+
+    # Killed between the checkpoint and its evaluation, a run has the one without the other.
+    if not any(row["step"] == first and "held_out_loss" in row for row in rows):
+        evaluate_at(first)
     last = num_steps if stop_after is None else min(num_steps, first + stop_after)
     told = Throughput(tokens=0, target_seconds=0.0, drafter_seconds=0.0)
     rates = trainer.optimisation.schedule()
@@ -117,39 +127,44 @@ def train(
     )
     for step in bar:
         micro = schedule.step_rows(step)
-        began = time.perf_counter()
-        examples = [
-            make_example(
-                trainer,
-                source,
-                samples,
-                rows,
-                num_rows=schedule.num_rows,
-                length=schedule.length,
-            )[0]
-            for rows in micro
-        ]
-        jax.block_until_ready(examples)
-        between = time.perf_counter()
         indices = [i for rows in micro for row in rows for i in row]
         targets = count_targets(samples, indices)
-        state, report = trainer.train_step(state, examples, targets)
+        spent: list[float] = []
+
+        def examples(micro=micro, spent=spent):
+            for rows in micro:
+                began = time.perf_counter()
+                example, _ = make_example(
+                    trainer,
+                    source,
+                    samples,
+                    rows,
+                    num_rows=schedule.num_rows,
+                    length=schedule.length,
+                )
+                jax.block_until_ready(example)
+                spent.append(time.perf_counter() - began)
+                yield example
+
+        began = time.perf_counter()
+        state, report = trainer.train_step(state, examples(), targets)
         report = jax.device_get(report)
-        ended = time.perf_counter()
+        target_seconds = sum(spent)
+        drafter_seconds = time.perf_counter() - began - target_seconds
         if not report.is_finite:
-            checkpoints.save(step, state, {"step": step}, force=True)
+            checkpoints.save(step, state, {}, force=True)
             checkpoints.wait()
             raise TrainingError(
                 f"step {step + 1}: the loss is {float(report.loss)}, the gradient's norm "
-                f"{float(report.gradient_norm)}; the weights of step {step} are kept. A lower "
-                "learning rate, or samples without extreme hidden states, may help"
+                f"{float(report.gradient_norm)}; the weights of step {step} are kept, and can be "
+                "exported to go on from with another recipe"
             )
         tokens = sum(len(samples[i].input_ids) for i in indices)
         if step > first:
             told = Throughput(
                 tokens=told.tokens + tokens,
-                target_seconds=told.target_seconds + between - began,
-                drafter_seconds=told.drafter_seconds + ended - between,
+                target_seconds=told.target_seconds + target_seconds,
+                drafter_seconds=told.drafter_seconds + drafter_seconds,
             )
         row = {
             "step": step + 1,
@@ -160,32 +175,28 @@ def train(
                 report.sums.correct / np.maximum(report.sums.rows, 1), 4
             ).tolist(),
             "tokens": tokens,
-            "target_seconds": round(between - began, 3),
-            "drafter_seconds": round(ended - between, 3),
+            "target_seconds": round(target_seconds, 3),
+            "drafter_seconds": round(drafter_seconds, 3),
         }
         _write_row(log, row)
         bar.set_postfix(loss=row["loss"], accuracy=row["accuracy_by_depth"][0])
         done = step + 1
-        checkpoints.save(done, state, {"step": done}, force=done == last)
-        if evaluate is not None and (
-            done == num_steps or (evaluate_every and done % evaluate_every == 0)
-        ):
-            _write_row(log, {"step": done, **evaluate(state)})
+        checkpoints.save(done, state, {}, force=done == last)
+        evaluate_at(done)
     checkpoints.wait()
     return state, told
 
 
 def read_log(log: Path) -> list[dict[str, Any]]:
-    """The rows of a run's log."""
+    """The rows of a run's log; a last line that a killed run was writing is left out.
+
+    Raises:
+        ValueError: another line is no row.
+    """
     if not log.exists():
         return []
-    rows = []
-    for line in log.read_text(encoding="utf-8").splitlines():
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            continue  # the line a killed run was writing
-    return rows
+    whole = log.read_text(encoding="utf-8").split("\n")[:-1]
+    return [json.loads(line) for line in whole]
 
 
 def plot(log: Path, path: Path) -> None:
@@ -231,8 +242,11 @@ def _write_row(log: Path, row: dict[str, Any]) -> None:
         file.write(json.dumps(row) + "\n")
 
 
-def _keep_rows(log: Path, step: int) -> None:
-    """Drops rows past the step, and a half-written last one."""
+def _keep_rows(log: Path, step: int) -> list[dict[str, Any]]:
+    """Drops rows past the step, and a half-written last one; what is left."""
     kept = [row for row in read_log(log) if row["step"] <= step]
     if log.exists():
-        log.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+        partial = log.with_name(f"{log.name}.partial")
+        partial.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+        os.replace(partial, log)
+    return kept

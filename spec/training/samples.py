@@ -220,6 +220,15 @@ def read_samples(
     return samples, report
 
 
+def digest_samples(samples: Iterable[Sample]) -> str:
+    """Of everything the samples hold, in their order."""
+    digest = hashlib.sha256()
+    for sample in samples:
+        digest.update(f"{sample.id} {len(sample.input_ids)}\n".encode())
+        digest.update(sample.input_ids.tobytes() + sample.loss_mask.tobytes())
+    return digest.hexdigest()[:16]
+
+
 def read_all(
     paths: Iterable[str | Path], ours: Header, *, max_length: int, long: str = "skip"
 ) -> tuple[list[Sample], dict[str, Report]]:

@@ -87,7 +87,7 @@ class StatesHeader:
     hidden_size: int
     dtype: str
     samples_sha256: str
-    """Of the samples file."""
+    """Of the samples, `samples.digest_samples`."""
     num_samples: int
     """How many the folder holds once it is complete."""
 

@@ -6,7 +6,8 @@ It knows nothing of files, logs or time.
 """
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -16,7 +17,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from kimi_jax.axes import pytree_dataclass
+from kimi_jax.axes import pytree_dataclass, replace
 from kimi_jax.model.layers import take_rows
 from kimi_jax.runtime.decode import Weights
 from spec.eagle3.config import DrafterConfig
@@ -32,6 +33,7 @@ from spec.training.loss import (
     total_loss,
     unrolled_sums,
 )
+from spec.training.unroll import shift
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,14 +124,15 @@ class Trainer:
         self._whole = NamedSharding(mesh, PartitionSpec())
         self.row_sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
         self._graph, weights, frozen = nnx.split(model, is_trained, ...)
-        self._first_weights = weights
+        # On the host: a step gives its state up, and weights that are cut need no whole copy.
+        self._first_weights = jax.device_get(weights)
         self._frozen = jax.device_put(frozen, self._whole)
-        self._table = model.embed_tokens[...] if hasattr(model, "embed_tokens") else None
         self._ends = ends
         draft_ids = _draft_ids(model, cfg)
         to_draft = np.full((cfg.vocab_size,), -1, np.int32)
         to_draft[draft_ids] = np.arange(len(draft_ids))
         self._to_draft = jax.device_put(to_draft, self._whole)
+        self._draft_ids = jax.device_put(draft_ids, self._whole)
         self._draft_head = jax.jit(lambda head: head[:, draft_ids], out_shardings=self._whole)(
             ends.lm_head
         )
@@ -144,19 +147,30 @@ class Trainer:
     def init_state(self) -> TrainState:
         """The state before the first step."""
         weights = jax.device_put(self._first_weights, self._placements)
-        optimizer = jax.jit(self._optimizer.init)(weights)
-        placed = optax.tree_utils.tree_map_params(
-            self._optimizer,
-            lambda x, placement: jax.device_put(x, placement),
-            optimizer,
-            self._placements,
-            transform_non_params=lambda x: jax.device_put(x, self._whole),
-        )
+        placed = jax.tree.map(lambda x: x.sharding, self.abstract_state().optimizer)
         return TrainState(
             weights=weights,
-            optimizer=placed,
+            optimizer=jax.jit(self._optimizer.init, out_shardings=placed)(weights),
             step=jax.device_put(jnp.zeros((), jnp.int32), self._whole),
         )
+
+    def abstract_state(self) -> Any:
+        """A `TrainState` of shapes, dtypes and placements, for restoring one."""
+
+        def struct(x: Any, placement: NamedSharding) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placement)
+
+        optimizer = optax.tree_utils.tree_map_params(
+            self._optimizer,
+            struct,
+            jax.eval_shape(self._optimizer.init, self._first_weights),
+            self._placements,
+            transform_non_params=lambda x: struct(x, self._whole),
+        )
+        weights = jax.tree.map(struct, self._first_weights, self._placements)
+        step = jax.ShapeDtypeStruct((), jnp.int32, sharding=self._whole)
+        fields = {"weights": weights, "optimizer": optimizer, "step": step}
+        return replace(TrainState.__new__(TrainState), **fields)
 
     def place(self, batch: Batch, streams: Streams) -> Example:
         """Both on the devices, rows cut over them.
@@ -170,20 +184,20 @@ class Trainer:
         return Example(*jax.device_put((batch, streams), self.row_sharding))
 
     def train_step(
-        self, state: TrainState, examples: Sequence[Example], num_targets: int
+        self, state: TrainState, examples: Iterable[Example], num_targets: int
     ) -> tuple[TrainState, StepReport]:
         """One step over the micro-batches; a loss or gradient that is not finite changes nothing.
 
         Args:
             state: given up to the new one.
-            examples: the step's micro-batches.
+            examples: the step's micro-batches, each dropped before the next is taken.
             num_targets: rows trained on at the first draft step, in all of them.
         """
         gradients, sums, loss = self.gradients(state, examples, num_targets)
         return self._update(state, gradients, loss, sums)
 
     def gradients(
-        self, state: TrainState, examples: Sequence[Example], num_targets: int
+        self, state: TrainState, examples: Iterable[Example], num_targets: int
     ) -> tuple[Weights, Sums, jax.Array]:
         """Gradients, sums by step, and the loss of a step over these micro-batches."""
         count = jnp.int32(num_targets)
@@ -203,9 +217,9 @@ class Trainer:
         )
 
     def evaluate(self, state: TrainState, example: Example) -> tuple[Sums, jax.Array, jax.Array]:
-        """Sums of one batch; where each draft is the target's choice, and which rows count.
+        """Sums of one batch; where each draft is the token the text has, and which rows count.
 
-        Both bool [S, B, T].
+        Both bool [K, B, T].
         """
         return self._evaluate(
             state.weights,
@@ -214,6 +228,7 @@ class Trainer:
             self.labels(example),
             self._ends,
             self._draft_head,
+            self._draft_ids,
         )
 
     def weights(self, state: TrainState) -> Weights:
@@ -233,7 +248,10 @@ class Trainer:
         return self._whole
 
     def _sums(self, weights, frozen, example: Example, labels: Labels, ends: Ends, draft_head):
-        # Weights that are cut are gathered here, not turned into sums of partial products.
+        # Weights that are cut are gathered here, in the dtype of the computation, and not turned
+        # into sums of partial products.
+        dtype = example.streams.hidden.dtype
+        weights = jax.tree.map(lambda x: x.astype(dtype), weights)
         weights = jax.lax.with_sharding_constraint(weights, self._whole)
         model = nnx.merge(self._graph, weights, frozen)
         own = getattr(model, "embed_tokens", None)
@@ -269,11 +287,12 @@ class Trainer:
         new = jax.tree.map(lambda a, b: jnp.where(is_finite, a, b), new, state)
         return new, StepReport(loss=loss, gradient_norm=norm, is_finite=is_finite, sums=sums)
 
-    def _run_evaluate(self, weights, frozen, example, labels, ends, draft_head):
+    def _run_evaluate(self, weights, frozen, example, labels, ends, draft_head, draft_ids):
         sums, drafts = self._sums(weights, frozen, example, labels, ends, draft_head)
-        steps = range(1, self.unrolling.num_steps + 1)
-        wanted = jnp.stack([_shifted(labels.best, s) for s in steps])
-        return sums, (drafts == wanted) & (drafts >= 0), drafts >= 0
+        steps = range(self.unrolling.draft_steps)
+        wanted = jnp.stack([shift(example.batch.tokens, s + 2) for s in steps])
+        counts = drafts >= 0
+        return sums, (draft_ids[jnp.maximum(drafts, 0)] == wanted) & counts, counts
 
 
 def is_trained(path: tuple, value: Any) -> bool:
@@ -286,10 +305,6 @@ def _draft_ids(model: Eagle3, cfg: DrafterConfig) -> np.ndarray:
     return np.arange(cfg.draft_vocab_size) if table is None else np.asarray(table[...])
 
 
-@jax.jit
+@functools.partial(jax.jit, donate_argnums=0)
 def _add(a: Any, b: Any) -> Any:
     return jax.tree.map(jnp.add, a, b)
-
-
-def _shifted(x: jax.Array, count: int) -> jax.Array:
-    return jnp.pad(x[:, count:], ((0, 0), (0, min(count, x.shape[1]))), constant_values=-1)

@@ -18,8 +18,8 @@ from spec.eagle3 import model as eagle3
 from spec.eagle3.config import DrafterConfig
 from spec.eagle3.model import Eagle3
 
-QUERY_BLOCK = 512
-"""Rows whose scores are held at a time; bounds memory at long samples."""
+ROW_BLOCK = 512
+"""Places whose scores, or logits, are held at a time; bounds memory at long samples."""
 
 
 class Heads(NamedTuple):
@@ -113,10 +113,10 @@ def _attend(
         scores_f32 = jnp.einsum("bpntx,bpsx->bpnts", queries, k, preferred_element_type=jnp.float32)
         parts = [jnp.where(visible[:, None, None], scores_f32, -jnp.inf)]
         # Of the later steps a row sees its own place alone.
-        parts += [
-            jnp.sum((queries * cut(own, 2)[:, :, None]).astype(jnp.float32), axis=-1, keepdims=True)
-            for own in seen.keys[1:]
-        ]
+        queries_f32 = queries.astype(jnp.float32)
+        for own in seen.keys[1:]:
+            keys_f32 = cut(own, 2)[:, :, None].astype(jnp.float32)
+            parts.append(jnp.sum(queries_f32 * keys_f32, axis=-1, keepdims=True))
         weights_f32 = jax.nn.softmax(scale * jnp.concatenate(parts, axis=-1), axis=-1)
         weights = weights_f32.astype(q.dtype)
         out_f32 = jnp.einsum(
@@ -127,11 +127,13 @@ def _attend(
             out_f32 += share * cut(own, 2)[:, :, None].astype(jnp.float32)
         return out_f32.astype(q.dtype)
 
-    if T <= QUERY_BLOCK or T % QUERY_BLOCK:
+    if T <= ROW_BLOCK:
         out = block(0, T)
     else:
-        starts = jnp.arange(0, T, QUERY_BLOCK, dtype=jnp.int32)
-        rows = jax.lax.map(jax.checkpoint(lambda at: block(at, QUERY_BLOCK)), starts)
+        if T % ROW_BLOCK:
+            raise ValueError(f"{T} tokens a row are no multiple of the block of {ROW_BLOCK}")
+        starts = jnp.arange(0, T, ROW_BLOCK, dtype=jnp.int32)
+        rows = jax.lax.map(jax.checkpoint(lambda at: block(at, ROW_BLOCK)), starts)
         out = jnp.moveaxis(rows, 0, 3).reshape(*rows.shape[1:4], T, rows.shape[-1])
     return out.reshape(B, N, T, -1)
 
@@ -139,17 +141,15 @@ def _attend(
 def valid_rows(
     generated: Bool[Array, "B T"], first: Int[Array, "B T"], num_steps: int
 ) -> list[Bool[Array, "B T"]]:
-    """Rows trained on at each step: every token from i + 1 to i + 2 + s is the target's own.
+    """Rows trained on at each step: tokens i + 2 to i + 2 + s are all the target's own.
 
-    That is when a cycle can draft them: the newest token is one the target gave, and the drafts
-    follow it in the same reply.
+    Those are the drafts a cycle makes at row i, the last of a prompt included: they stand in one
+    reply, or there is nothing to draft.
     """
-    same = [shift(first, n) == first for n in range(num_steps + 2)]
-    # Zeros come in at the end of a row, where a sample that begins at 0 would seem to go on.
-    inside = [shift(jnp.ones_like(generated), n) for n in range(num_steps + 2)]
     out = []
-    standing = shift(generated, 1)
+    standing = jnp.ones_like(generated)
     for s in range(num_steps):
-        standing = standing & shift(generated, s + 2)
-        out.append(standing & same[s + 2] & inside[s + 2])
+        # Zeros come in at the end of a row, where a sample that begins at 0 would seem to go on.
+        standing = standing & shift(generated, s + 2) & (shift(first, s + 2) == first)
+        out.append(standing)
     return out

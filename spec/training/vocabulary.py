@@ -56,8 +56,8 @@ def choose_vocabulary(
         raise ValueError(f"token {int(counts.argmin())} is counted {int(counts.min())} times")
     if not max(1, len(kept)) <= size <= len(counts):
         raise ValueError(
-            f"size is {size}, expected {max(1, len(kept))} (the ids that are required) to "
-            f"{len(counts)} (the target's vocabulary)"
+            f"the draft vocabulary's size is {size}, expected {max(1, len(kept))} (the ids that "
+            f"are required) to {len(counts)} (the target's vocabulary)"
         )
     # Stable, so that equals, and those never counted, follow by id.
     order = np.argsort(-counts, kind="stable")

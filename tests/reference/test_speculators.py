@@ -9,12 +9,15 @@ from make_random_checkpoint import make_random_checkpoint
 from make_random_drafter import tiny_drafter_config, write_random_drafter
 from safetensors.numpy import load_file
 
+from kimi_jax import DEMO, LLM
 from kimi_jax.axes import WHOLE
 from kimi_jax.config import ModelConfig
 from kimi_jax.model.transformer import Kimi
 from kimi_jax.runtime.mesh import make_mesh
-from spec import load_drafter
+from spec import DEMO_DRAFTER, load_drafter
 from spec.eagle3 import model as eagle3
+from spec.training.drafters import Beginning, export_drafter
+from spec.training.target import ends_of
 
 pytestmark = [
     pytest.mark.reference,
@@ -40,18 +43,39 @@ TOLERANCE = 2e-4
 )
 def test_logits_of_a_pass_and_of_a_draft_step(tmp_path, changes, assert_close_to_scale):
     """A published file in both: over a text, and from what its last row carries."""
-    torch = pytest.importorskip("torch")
-    speculators = pytest.importorskip(
-        "speculators.models.eagle3", reason="speculators is not installed (see .ci/run)"
-    )
-    transformers = pytest.importorskip("transformers")
     make_random_checkpoint(tmp_path / "target", "tiny", num_hidden_layers=2)
     target_cfg = ModelConfig.from_folder(tmp_path / "target")
     cfg = tiny_drafter_config(
         "llama", target_cfg, **{"num_attention_heads": 8, "num_key_value_heads": 8} | changes
     )
     write_random_drafter(tmp_path / "drafter", cfg)
-    tensors = load_file(tmp_path / "drafter" / "model.safetensors")
+    compare(tmp_path / "drafter", cfg, target_cfg, assert_close_to_scale)
+
+
+def test_the_demo_s_trained_drafter_as_exported_for_other_engines(tmp_path, assert_close_to_scale):
+    """With the names of vLLM and speculators, and a copy of the target's embedding."""
+    llm = LLM(DEMO, max_length=64, max_batch=1, progress=False)
+    ends, norm = ends_of(llm)
+    start = Beginning.warm(DEMO_DRAFTER, llm.cfg)
+    model = start.model(start.draft_ids(), ends, norm, make_mesh(None), seed=0)
+    export_drafter(
+        tmp_path / "drafter",
+        start.cfg,
+        nnx.split(model)[1],
+        layer_prefix="layers.0.",
+        embedding=ends.embed_tokens,
+    )
+    compare(tmp_path / "drafter", start.cfg, llm.cfg, assert_close_to_scale)
+
+
+def compare(folder, cfg, target_cfg, assert_close_to_scale):
+    """Logits of a pass over random states, and of a draft step after it."""
+    torch = pytest.importorskip("torch")
+    speculators = pytest.importorskip(
+        "speculators.models.eagle3", reason="speculators is not installed (see .ci/run)"
+    )
+    transformers = pytest.importorskip("transformers")
+    tensors = load_file(folder / "model.safetensors")
     rng = np.random.default_rng(5)
     D, V = cfg.hidden_size, cfg.vocab_size
     taps = rng.standard_normal((len(cfg.taps), T, D)).astype(np.float32)
@@ -82,7 +106,7 @@ def test_logits_of_a_pass_and_of_a_draft_step(tmp_path, changes, assert_close_to
         )
     )
     named = {
-        name.replace("midlayer.", "layers.0."): torch.from_numpy(np.array(value))
+        name.replace("midlayer.", "layers.0."): _tensor(torch, value)
         for name, value in tensors.items()
     }
     missing, unexpected = theirs.load_state_dict(named, strict=False)
@@ -98,9 +122,7 @@ def test_logits_of_a_pass_and_of_a_draft_step(tmp_path, changes, assert_close_to
         )
     first, second = (x.numpy() for x in seen)
 
-    bound = load_drafter(tmp_path / "drafter").bind(
-        target_cfg, make_mesh(None), jnp.dtype("float32")
-    )
+    bound = load_drafter(folder).bind(target_cfg, make_mesh(None), jnp.dtype("float32"))
     model = nnx.merge(bound.graph, bound.weights)
     target = Kimi(target_cfg, dtype=jnp.dtype("float32"), rngs=nnx.Rngs(0))
 
@@ -119,3 +141,8 @@ def test_logits_of_a_pass_and_of_a_draft_step(tmp_path, changes, assert_close_to
     padding = jnp.zeros((1,), jnp.int32)
     _, drafted, _ = jax.jit(run)(rows[:, -1:], padding, jnp.int32(T), cache)
     assert_close_to_scale(drafted[0], second[-1], TOLERANCE)
+
+
+def _tensor(torch, value):
+    value = np.array(value)
+    return torch.from_numpy(value.astype(np.float32) if value.dtype == jnp.bfloat16 else value)

@@ -38,9 +38,8 @@ def test_the_text_is_that_of_plain_decoding(script, tiny, drafter, options, draf
 @pytest.mark.parametrize(
     "options, problem",
     [
-        ("--drafter none --draft-tokens 3", "only with a --drafter"),
+        ("--draft-tokens 3", "only with a --drafter"),
         ("--drafter none --tree 3,2,2", "only with a --drafter"),
-        ("--drafter none --draft-tokens 3", "only with a --drafter"),
         ("--drafter none --taps 1,2", "only with a --drafter"),
         ("--drafter d --draft-tokens 9", "expected 0 to 8"),
         ("--drafter d --draft-tokens x", "expected 0 to 8, or auto"),

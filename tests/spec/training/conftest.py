@@ -88,7 +88,7 @@ def make_trainer():
             beginning.cfg,
             model,
             ends,
-            unrolling=Unrolling(**{"num_steps": 2} | unroll),
+            unrolling=Unrolling(**{"draft_steps": 2} | unroll),
             optimisation=Optimisation(
                 num_steps=steps, learning_rate=learning_rate, placement=placement
             ),

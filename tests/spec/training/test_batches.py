@@ -37,7 +37,7 @@ def test_lay_out_by_hand():
     assert batch.generated[0].tolist() == [False, True, False, True, True, False]
     assert batch.is_real.sum() == 5
     assert [(p.sample, p.row, p.start) for p in placed] == [(1, 0, 0), (0, 0, 2)]
-    # Row i counts where tokens i + 1 and i + 2 are generated: one in "a", none in "b".
+    # Row i counts where token i + 2 is generated: one in "a", none in "b".
     assert count_targets(samples, [0, 1]) == 1
 
 
