@@ -64,7 +64,15 @@ def expected_sums(setup, *, draft_steps, loss):
     return out
 
 
-CASES = [*((name, "cross_entropy") for name in SWITCHES), ("llama", "acceptance")]
+# Each compiles programs of its own; the first few stand for all.
+ALWAYS = ("llama", "llama, EAGLE-3.1", "mla, borrowed head")
+CASES = [
+    ("llama", "acceptance"),
+    *(
+        pytest.param(name, "cross_entropy", marks=[] if name in ALWAYS else pytest.mark.slow)
+        for name in SWITCHES
+    ),
+]
 
 
 @pytest.mark.parametrize(("name", "loss"), CASES)
@@ -123,7 +131,7 @@ def test_shift_brings_zeros_in():
     assert shift(x, 9).tolist() == [[0, 0, 0, 0]]
 
 
-@pytest.mark.parametrize("kind", ["llama", "mla"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("mla", marks=pytest.mark.slow)])
 def test_blocks_of_places_change_nothing(
     make_setup, make_trainer, place, gradients_of, assert_close, monkeypatch, kind
 ):

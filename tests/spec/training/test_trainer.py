@@ -48,7 +48,9 @@ def test_padding_and_packing_change_nothing(
     check_same(gradients_of(trainer, example, count), expected, assert_close)
 
 
-@pytest.mark.parametrize("placement", ["replicated", "sharded"])
+@pytest.mark.parametrize(
+    "placement", [pytest.param("replicated", marks=pytest.mark.slow), "sharded"]
+)
 def test_eight_devices_equal_one(
     setup, expected, make_trainer, place, gradients_of, assert_close, placement
 ):
@@ -77,6 +79,7 @@ def test_micro_batches_equal_one_batch(setup, expected, make_trainer, place, ass
     check_same((float(loss), found), expected, assert_close)
 
 
+@pytest.mark.slow
 def test_activations_kept_or_computed_again_are_the_same(
     setup, expected, make_trainer, place, gradients_of, assert_close
 ):
@@ -85,7 +88,7 @@ def test_activations_kept_or_computed_again_are_the_same(
     check_same(gradients_of(trainer, example, count), expected, assert_close)
 
 
-@pytest.mark.parametrize("kind", ["llama", "mla"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("mla", marks=pytest.mark.slow)])
 def test_one_batch_is_learnt_by_heart_and_nothing_else_moves(make_setup, make_trainer, place, kind):
     setup = make_setup(kind, own_embedding=True, lengths=(9, 6))
     trainer = make_trainer(setup, steps=60, learning_rate=3e-2)
