@@ -17,7 +17,7 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from kimi_jax.axes import pytree_dataclass, replace
+from kimi_jax.axes import pytree_dataclass
 from kimi_jax.model.layers import take_rows
 from kimi_jax.runtime.decode import Weights
 from spec.eagle3.config import DrafterConfig
@@ -146,13 +146,8 @@ class Trainer:
 
     def init_state(self) -> TrainState:
         """The state before the first step."""
-        weights = jax.device_put(self._first_weights, self._placements)
-        placed = jax.tree.map(lambda x: x.sharding, self.abstract_state().optimizer)
-        return TrainState(
-            weights=weights,
-            optimizer=jax.jit(self._optimizer.init, out_shardings=placed)(weights),
-            step=jax.device_put(jnp.zeros((), jnp.int32), self._whole),
-        )
+        placed = jax.tree.map(lambda x: x.sharding, self.abstract_state())
+        return jax.jit(self._begin, out_shardings=placed)(self._first_weights)
 
     def abstract_state(self) -> Any:
         """A `TrainState` of shapes, dtypes and placements, for restoring one."""
@@ -160,17 +155,18 @@ class Trainer:
         def struct(x: Any, placement: NamedSharding) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placement)
 
+        shapes = jax.eval_shape(self._begin, self._first_weights)
         optimizer = optax.tree_utils.tree_map_params(
             self._optimizer,
             struct,
-            jax.eval_shape(self._optimizer.init, self._first_weights),
+            shapes.optimizer,
             self._placements,
             transform_non_params=lambda x: struct(x, self._whole),
         )
-        weights = jax.tree.map(struct, self._first_weights, self._placements)
-        step = jax.ShapeDtypeStruct((), jnp.int32, sharding=self._whole)
-        fields = {"weights": weights, "optimizer": optimizer, "step": step}
-        return replace(TrainState.__new__(TrainState), **fields)
+        weights = jax.tree.map(struct, shapes.weights, self._placements)
+        leaves = jax.tree.leaves((weights, optimizer, struct(shapes.step, self._whole)))
+        # Not by the constructor, which takes arrays alone.
+        return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
 
     def place(self, batch: Batch, streams: Streams) -> Example:
         """Both on the devices, rows cut over them.
@@ -237,6 +233,13 @@ class Trainer:
         return nnx.split(model)[1]
 
     # Inside.
+
+    def _begin(self, weights: Weights) -> TrainState:
+        return TrainState(
+            weights=weights,
+            optimizer=self._optimizer.init(weights),
+            step=jnp.zeros((), jnp.int32),
+        )
 
     def _placement(self, x: jax.Array) -> NamedSharding:
         """Whole, or cut along the largest axis that divides."""
