@@ -15,6 +15,10 @@ from spec.tree import Chain, StaticTree
 HYSTERESIS = 1.03
 """How much faster another length must promise to be before it is taken."""
 
+LEAVE_PLAIN = 1.06
+"""The same for drafting at all: what it promises rests on two noisy costs, plain decoding on none.
+Back to plain decoding there is no hurdle."""
+
 PROBE_CYCLES = 8
 """Cycles of a block that only looks what another length costs, and how many drafts stand now."""
 
@@ -163,4 +167,5 @@ class AdaptiveLength:
         def promise(K: int) -> float:
             return tokens_per_second(expected_tokens_per_cycle(acceptance[:K]), costs[K])
 
-        return best if promise(best) > HYSTERESIS * promise(self._current) else self._current
+        hurdle = 1.0 if best == 0 else LEAVE_PLAIN if self._current == 0 else HYSTERESIS
+        return best if promise(best) > hurdle * promise(self._current) else self._current

@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float32, Int32
 
 from kimi_jax.runtime.decode import MAX_DRAFT_DEPTH
 
-CATCH_UP_ROWS = 16
+CATCH_UP_ROWS = 32
 """Rows the drafter runs over at a time after a block that drafted nothing."""
 
 MAX_NODES = 63
