@@ -361,7 +361,7 @@ def report(args: argparse.Namespace, job: Job, llm: LLM, result: Result) -> dict
         "load_seconds": llm.load_seconds,
         "conditions": conditions(
             model=args.model,
-            drafter=None if job.drafter is None else dataclasses.asdict(job.drafter),
+            drafter=_drafter_options(args, job),
             dtype=llm.dtype,
             mesh=dict(llm.mesh.shape),
             max_length=llm.max_length,
@@ -375,6 +375,13 @@ def report(args: argparse.Namespace, job: Job, llm: LLM, result: Result) -> dict
             sampling=sampling,
         ),
     }
+
+
+def _drafter_options(args: argparse.Namespace, job: Job) -> dict[str, Any] | None:
+    """As they were given; the demo's own drafter by its name, not by where it is installed."""
+    if job.drafter is None:
+        return None
+    return dataclasses.asdict(job.drafter) | {"path_or_id": args.drafter or "demo"}
 
 
 def _drafter_config(llm: LLM) -> dict[str, Any] | None:

@@ -73,6 +73,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """
     if args.rows < 1 or args.length < 2:
         raise ValueError("--rows must be at least 1, --length at least 2")
+    if (args.out / "config.json").exists():
+        raise ValueError(f"--out {args.out} holds a model; states need a folder of their own")
     if args.length > 256 and args.length % 256:
         raise ValueError(f"--length is {args.length}, expected a multiple of 256, or up to 256")
     sizes = None if args.mesh is None else parse_mesh(args.mesh)

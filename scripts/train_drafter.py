@@ -98,7 +98,11 @@ def make_parser() -> argparse.ArgumentParser:
     add("--out", type=Path, help="the drafter's folder; weights that are there are replaced")
     add("--work", type=Path, help="log and checkpoints; default: OUT.work")
     add("--smoke", action="store_true", help="data, training, resuming, export and use, in small")
-    add("--export-only", action="store_true", help="write the newest checkpoint to --out")
+    add(
+        "--export-only",
+        action="store_true",
+        help="write the newest checkpoint of the run that these options began to --out",
+    )
     drafter = parser.add_argument_group("drafter")
     add = drafter.add_argument
     add("--warm-start", metavar="PATH", help="a drafter to go on from; its sizes and vocabulary")
@@ -175,7 +179,8 @@ def check(args: argparse.Namespace) -> None:
     # What is not given has its default from here on.
     args.evaluate_every = 0 if args.evaluate_every is None else args.evaluate_every
     args.eval_prompts = 16 if args.eval_prompts is None else args.eval_prompts
-    args.draft_tokens = 3 if args.draft_tokens is None else args.draft_tokens
+    args.draft_tokens = min(3, args.draft_steps) if args.draft_tokens is None else args.draft_tokens
+    args.out = args.out.expanduser().absolute()
     if args.held_out is not None and args.draft_tokens > args.draft_steps:
         raise ValueError(
             f"--draft-tokens is {args.draft_tokens}, trained are --draft-steps {args.draft_steps}"
@@ -206,7 +211,7 @@ def check(args: argparse.Namespace) -> None:
             raise ValueError(f"--{name.replace('_', '-')} is {value}, expected a number over 0")
     if not 0 <= args.warmup_share < 1:
         raise ValueError(f"--warmup-share is {args.warmup_share}, expected 0 up to below 1")
-    if args.weight_decay < 0:
+    if not (math.isfinite(args.weight_decay) and args.weight_decay >= 0):
         raise ValueError(f"--weight-decay is {args.weight_decay}, expected 0 or more")
     if args.warm_start is not None:
         given = {
@@ -478,6 +483,10 @@ def run(args: argparse.Namespace, *, stop_after: int | None = None) -> dict[str,
         "optimisation": dataclasses.asdict(optimisation) | {"placement": None},
     }
     with Checkpoints(work / "steps", fingerprint=fingerprint, every=args.save_every) as kept:
+        if args.export_only:
+            if kept.latest is None:
+                raise ValueError(f"{work} holds no checkpoint to export")
+            stop_after = 0
         target = open_target(args, cfg, beginning, data, stored, mesh, dtype)
         model = beginning.model(draft_ids, target.ends, target.norm, mesh, args.seed)
         trainer = Trainer(
@@ -489,10 +498,6 @@ def run(args: argparse.Namespace, *, stop_after: int | None = None) -> dict[str,
             mesh=mesh,
         )
         del model
-        if args.export_only:
-            if kept.latest is None:
-                raise ValueError(f"{work} holds no checkpoint to export")
-            stop_after = 0
         judge = Judge(args, trainer, target, data.held_out) if data.held_out else None
         log = work / "log.jsonl"
         state, told = train(
@@ -532,7 +537,7 @@ def run(args: argparse.Namespace, *, stop_after: int | None = None) -> dict[str,
         "drafter_share": told.drafter_share,
         "read": data.report,
         "conditions": conditions(
-            options={name: str(value) for name, value in vars(args).items()},
+            options=json.loads(json.dumps(vars(args), default=str)),
             mesh=dict(mesh.shape),
             seed=args.seed,
             drafter_config=beginning.cfg.to_dict(),

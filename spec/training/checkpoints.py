@@ -259,9 +259,14 @@ class Checkpoints:
             theirs = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ResumeError(f"{path}: not readable ({_one_line(error)})") from None
-        if differences := _differences(_fields(theirs), _fields(ours)):
+        differences = _differences(_fields(theirs), _fields(ours))
+        if differences and not self._steps():
+            # A run that ended before its first checkpoint binds no later one.
+            _write_json(path, ours)
+        elif differences:
             raise ResumeError(
-                f"{self.folder} is of a run that differs (there, here): {'; '.join(differences)}"
+                f"{self.folder} is of a run that differs (there, here): {'; '.join(differences)}; "
+                "give the options of that run, or another folder"
             )
 
 

@@ -156,8 +156,9 @@ def train(
             checkpoints.wait()
             raise TrainingError(
                 f"step {step + 1}: the loss is {float(report.loss)}, the gradient's norm "
-                f"{float(report.gradient_norm)}; the weights of step {step} are kept, and can be "
-                "exported to go on from with another recipe"
+                f"{float(report.gradient_norm)}; the weights of step {step} are kept "
+                "(--export-only writes them, to go on from with another recipe; whether they are "
+                "any good the losses before tell)"
             )
         tokens = sum(len(samples[i].input_ids) for i in indices)
         if step > first:

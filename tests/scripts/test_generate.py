@@ -334,6 +334,8 @@ def test_demo_is_the_default(script):
     out, before = script.json("generate.py", "--prompt", "def fibonacci(n):")
     assert before == f"def fibonacci(n):{out['text']}\n"
     assert out["conditions"]["model"] == "demo"
+    # It has a drafter of its own, and speculates with it.
+    assert out["conditions"]["drafter"]["path_or_id"] == "demo" and out["tokens_per_cycle"] > 2
     assert out["finish_reason"] in ("stop", "length")
     # It has learnt to write source: the body of a function is indented and names things.
     assert "\n    " in out["text"] and "return" in out["text"]

@@ -20,7 +20,7 @@ def test_smoke(script):
         judged["tokens_per_cycle"], abs=0.05
     )
     assert out["tokens_per_second"] > 0 and 0 < out["drafter_share"] < 1
-    assert out["conditions"]["options"]["smoke"] == "False"
+    assert out["conditions"]["options"]["smoke"] is False
 
 
 @pytest.fixture(scope="module")

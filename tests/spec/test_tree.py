@@ -6,7 +6,7 @@ import pytest
 
 from kimi_jax.runtime.engine import Proposal
 from spec import DynamicTree, StaticTree, load_drafter
-from spec.tree import Chain, Drafts, tokens_before, tree_mask
+from spec.tree import CATCH_UP_ROWS, Chain, Drafts, tokens_before, tree_mask
 
 TREE = StaticTree(((0, 0), (1,), (0,), (1, 0), (0, 1), (0, 1, 0)))
 
@@ -25,7 +25,8 @@ def test_a_chain_is_a_tree_without_siblings():
     assert chain == StaticTree(((0,), (0, 0), (0, 0, 0))) and chain.is_chain
     assert (chain.num_draft_tokens, chain.depth, str(chain)) == (3, 3, "Chain(3)")
     rest = Chain(0)
-    assert (rest.num_draft_tokens, rest.depth, rest.num_slots, rest.is_chain) == (0, 0, 16, True)
+    assert (rest.num_draft_tokens, rest.depth, rest.is_chain) == (0, 0, True)
+    assert rest.num_slots == CATCH_UP_ROWS
 
 
 def test_the_mask_names_a_nodes_ancestors_and_itself():

@@ -319,6 +319,15 @@ def test_another_run_is_refused_and_every_difference_named(tmp_path):
     assert_restored(restore(tmp_path), 1)
 
 
+def test_a_run_that_saved_nothing_binds_no_later_one(tmp_path):
+    for rate in (1, 2):
+        Checkpoints(tmp_path, fingerprint={"rate": rate}).close()
+    with Checkpoints(tmp_path, fingerprint={"rate": 2}) as checkpoints:
+        checkpoints.save(1, small(), {})
+    with pytest.raises(ResumeError, match=r"rate: 2, 1; give the options of that run"):
+        Checkpoints(tmp_path, fingerprint={"rate": 1})
+
+
 def test_a_fingerprint_that_cannot_be_read_is_refused(tmp_path):
     fill(tmp_path, [1])
     (tmp_path / "fingerprint.json").write_text("{")
