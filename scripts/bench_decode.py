@@ -35,7 +35,6 @@ import functools
 import hashlib
 import inspect
 import json
-import math
 import statistics
 import sys
 import tempfile
@@ -57,7 +56,7 @@ from kimi_jax.model import transformer
 from kimi_jax.runtime.conditions import conditions
 from kimi_jax.runtime.decode import MAX_BLOCK_TOKENS, MAX_DRAFT_DEPTH, DecodeState, append
 from kimi_jax.runtime.engine import Request, first_at_least
-from kimi_jax.runtime.flags import set_host_device_count
+from kimi_jax.runtime.flags import simulate_mesh
 from kimi_jax.runtime.mesh import parse_mesh
 from kimi_jax.runtime.replies import Speculation
 from spec import DEMO_DRAFTER
@@ -394,8 +393,7 @@ def main() -> None:
     """Runs everything; see the module's docstring."""
     parser = make_parser()
     args = read_options(parser)
-    if args.mesh is not None:
-        set_host_device_count(math.prod(args.mesh.values()))
+    simulate_mesh(args.mesh)
     model = DEMO if args.model == "demo" else args.model
     with tempfile.TemporaryDirectory() as scratch:
         try:

@@ -42,7 +42,7 @@ from kimi_jax import DEMO, LLM, Result, SamplingParams
 from kimi_jax.checkpoint.reader import CheckpointError, resolve
 from kimi_jax.runtime.conditions import conditions
 from kimi_jax.runtime.decode import MAX_DRAFT_DEPTH
-from kimi_jax.runtime.flags import MOST_SIMULATED_DEVICES, set_host_device_count
+from kimi_jax.runtime.flags import simulate_mesh
 from kimi_jax.runtime.llm import DTYPES, INSTANT_SAMPLING, THINKING_SAMPLING
 from kimi_jax.runtime.mesh import MeshError, parse_mesh
 from kimi_jax.runtime.replies import Piece
@@ -175,7 +175,7 @@ def check(args: argparse.Namespace) -> Job:
     if eps is not None and not (math.isfinite(eps) and eps > 0):
         raise ValueError(f"--latent-norm-eps is {eps}, expected a finite number over 0")
     return Job(
-        model=_model(args.model),
+        model=model_path(args.model),
         mesh=None if args.mesh is None else parse_mesh(args.mesh),
         tools=None if args.tools is None else read_tools(args.tools),
         params=sampling_params(args),
@@ -279,7 +279,12 @@ def read_tools(path: Path) -> list[dict[str, Any]] | None:
         raise ValueError(f"--tools {path}: {error}") from None
 
 
-def _model(text: str) -> str | Path:
+def model_path(text: str) -> str | Path:
+    """What --model names: the demo's folder, a folder, or a hub id as it is.
+
+    Raises:
+        ValueError: no such folder, nor a hub id.
+    """
     if text == "demo":
         return DEMO
     # What is not of the form owner/name is a folder; asking the hub can wait.
@@ -299,10 +304,8 @@ def start(args: argparse.Namespace, job: Job) -> tuple[LLM, Iterator[Piece]]:
     """
     if args.platform == "cpu":
         jax.config.update("jax_platforms", "cpu")
-    count = 1 if job.mesh is None else math.prod(job.mesh.values())
-    if 1 < count <= MOST_SIMULATED_DEVICES and args.platform != "gpu":
-        # Harmless where there turn out to be accelerators.
-        set_host_device_count(count)
+    if args.platform != "gpu":
+        simulate_mesh(job.mesh)
     llm = LLM(
         job.model,
         drafter=job.drafter,

@@ -26,7 +26,6 @@ import dataclasses
 import hashlib
 import json
 import logging
-import math
 import signal
 import sys
 import sysconfig
@@ -39,13 +38,14 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import jax
+from generate import model_path
 from tqdm import tqdm
 
-from kimi_jax import DEMO, LLM, SamplingParams
-from kimi_jax.checkpoint.reader import CheckpointError, resolve
+from kimi_jax import LLM, SamplingParams
+from kimi_jax.checkpoint.reader import resolve
 from kimi_jax.config import ModelConfig
 from kimi_jax.runtime.conditions import conditions
-from kimi_jax.runtime.flags import MOST_SIMULATED_DEVICES, set_host_device_count
+from kimi_jax.runtime.flags import simulate_mesh
 from kimi_jax.runtime.llm import DTYPES, SMALL_FILES
 from kimi_jax.runtime.mesh import MeshError, parse_mesh
 from kimi_jax.runtime.sampling import MIN_TEMPERATURE
@@ -183,7 +183,7 @@ def check(args: argparse.Namespace) -> Job:
             "dtype": args.dtype,
         }
     return Job(
-        model=_model(args.model),
+        model=model_path(args.model),
         files=[file for text in args.inputs for file in _files(text)],
         mesh=None if args.mesh is None else parse_mesh(args.mesh),
         sampling=sampling,
@@ -221,18 +221,6 @@ def _files(text: str) -> list[tuple[str, Path]]:
     root = Path(sysconfig.get_paths()["stdlib"])
     paths = library_files()[LIBRARY[text]]
     return [(f"{text}/{path.relative_to(root).as_posix()}", path) for path in paths]
-
-
-def _model(text: str) -> str | Path:
-    if text == "demo":
-        return DEMO
-    # What is not of the form owner/name is a folder; asking the hub can wait.
-    if text.count("/") != 1 or Path(text).parent.exists():
-        try:
-            return resolve(text)
-        except CheckpointError as error:
-            raise ValueError(f"--model {error}") from None
-    return text
 
 
 @dataclasses.dataclass
@@ -408,10 +396,7 @@ def load(args: argparse.Namespace, job: Job) -> LLM:
     Raises:
         ValueError, OSError: the checkpoint or the mesh cannot be used.
     """
-    count = 1 if job.mesh is None else math.prod(job.mesh.values())
-    if 1 < count <= MOST_SIMULATED_DEVICES:
-        # Harmless where there turn out to be accelerators.
-        set_host_device_count(count)
+    simulate_mesh(job.mesh)
     return LLM(
         job.model,
         mesh=job.mesh,

@@ -17,7 +17,6 @@ about 3 000 tokens a second.
 import argparse
 import json
 import logging
-import math
 import sys
 import time
 from collections.abc import Sequence
@@ -26,13 +25,14 @@ from typing import Any
 
 import jax
 import numpy as np
+from generate import model_path
 from tqdm import tqdm
 
-from kimi_jax import DEMO, LLM
+from kimi_jax import LLM
 from kimi_jax.checkpoint.reader import resolve
 from kimi_jax.config import ModelConfig
 from kimi_jax.runtime.conditions import conditions
-from kimi_jax.runtime.flags import MOST_SIMULATED_DEVICES, set_host_device_count
+from kimi_jax.runtime.flags import simulate_mesh
 from kimi_jax.runtime.llm import DTYPES, SMALL_FILES
 from kimi_jax.runtime.mesh import make_mesh, parse_mesh
 from spec.training.batches import lay_out, pack_order
@@ -78,9 +78,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.length > 256 and args.length % 256:
         raise ValueError(f"--length is {args.length}, expected a multiple of 256, or up to 256")
     sizes = None if args.mesh is None else parse_mesh(args.mesh)
-    if sizes is not None and 1 < math.prod(sizes.values()) <= MOST_SIMULATED_DEVICES:
-        set_host_device_count(math.prod(sizes.values()))
-    path = DEMO if args.model == "demo" else args.model
+    simulate_mesh(sizes)
+    path = model_path(args.model)
     small = resolve(path, patterns=SMALL_FILES)
     cfg = ModelConfig.from_folder(small)
     taps = default_taps(cfg.num_hidden_layers)

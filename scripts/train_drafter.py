@@ -36,6 +36,7 @@ from typing import Any
 import jax
 import make_training_data
 import numpy as np
+from generate import model_path
 from jax.sharding import Mesh
 
 from kimi_jax import DEMO, LLM, SamplingParams
@@ -43,7 +44,7 @@ from kimi_jax.checkpoint.reader import resolve
 from kimi_jax.config import ModelConfig
 from kimi_jax.runtime.conditions import conditions
 from kimi_jax.runtime.decode import MAX_DRAFT_DEPTH
-from kimi_jax.runtime.flags import MOST_SIMULATED_DEVICES, set_host_device_count
+from kimi_jax.runtime.flags import simulate_mesh
 from kimi_jax.runtime.llm import DTYPES, SMALL_FILES
 from kimi_jax.runtime.mesh import make_mesh, parse_mesh
 from kimi_jax.text.tokenizer import Tokenizer
@@ -224,6 +225,8 @@ def check(args: argparse.Namespace) -> None:
         }
         if names := [name for name, is_given in given.items() if is_given]:
             raise ValueError(f"only without --warm-start: {', '.join(names)}")
+        if Path(args.warm_start).expanduser().absolute() == args.out:
+            raise ValueError("--out is --warm-start's folder, and would replace what it began from")
     if args.taps is not None:
         parse_taps(args.taps)
 
@@ -346,7 +349,7 @@ def open_target(
     dtype: str,
 ) -> Target:
     """Loads the target, or of it what stored states leave to load."""
-    path = DEMO if args.model == "demo" else args.model
+    path = model_path(args.model)
     if stored is not None:
         ends, norm = load_ends(path, cfg, mesh, dtype)
         return Target(ends, norm, OfflineStates(stored, len(beginning.cfg.taps)), None)
@@ -414,9 +417,8 @@ def run(args: argparse.Namespace, *, stop_after: int | None = None) -> dict[str,
         stop_after: ends after so many steps, before anything is exported.
     """
     sizes = None if args.mesh is None else parse_mesh(args.mesh)
-    if sizes is not None and 1 < math.prod(sizes.values()) <= MOST_SIMULATED_DEVICES:
-        set_host_device_count(math.prod(sizes.values()))
-    path = DEMO if args.model == "demo" else args.model
+    simulate_mesh(sizes)
+    path = model_path(args.model)
     small = resolve(path, patterns=SMALL_FILES)
     cfg = ModelConfig.from_folder(small)
     tokenizer = Tokenizer.from_folder(small)

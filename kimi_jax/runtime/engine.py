@@ -535,6 +535,7 @@ class Engine:
             is_real: [B, T], False for padding.
             taps: streams as `transformer.forward` numbers them.
         """
+        self._enter("hidden_states", *tokens.shape)
         return self._hidden_states(
             self.target_weights, tokens, positions, first, is_real, taps=taps
         )

@@ -1,13 +1,15 @@
 """Process-wide XLA settings, in one place because XLA reads them once, when its backend starts."""
 
 import logging
+import math
 import os
+from collections.abc import Mapping
 
 import jax
 from jax._src import xla_bridge  # the only place that tells whether a backend has started
 
 MOST_SIMULATED_DEVICES = 64
-"""A mesh asked for in a script is simulated on a CPU up to this size; a typo is not."""
+"""A mesh is simulated on a CPU up to this size; a typo is not."""
 
 _log = logging.getLogger(__name__)
 
@@ -30,3 +32,16 @@ def set_host_device_count(count: int) -> None:
     kept = [f for f in os.environ.get("XLA_FLAGS", "").split() if not f.startswith(flag)]
     os.environ["XLA_FLAGS"] = " ".join([*kept, f"{flag}={count}"])
     _log.info("XLA_FLAGS=%s", os.environ["XLA_FLAGS"])
+
+
+def simulate_mesh(sizes: Mapping[str, int] | None) -> None:
+    """Makes the CPU backend show the devices of a mesh; None, and a mesh of one, need nothing.
+
+    Harmless where there turn out to be accelerators.
+
+    Raises:
+        RuntimeError: the backend is already up with fewer.
+    """
+    count = 1 if sizes is None else math.prod(sizes.values())
+    if 1 < count <= MOST_SIMULATED_DEVICES:
+        set_host_device_count(count)

@@ -54,6 +54,7 @@ def samples(tmp_path_factory):
         ("--data SAMPLES --out o --draft-vocab-size 5000", "more than the vocab_size"),
         ("--data SAMPLES --out o --draft-vocab-size 2", "vocabulary's size is 2"),
         ("--data SAMPLES --out o --warm-start d --kind mla", "only without --warm-start: --kind"),
+        ("--data SAMPLES --out d --warm-start d", "--out is --warm-start's folder"),
         ("--data SAMPLES --out o --warm-start nowhere/at/all", "nowhere/at/all"),
         ("--data SAMPLES --out o --held-out SAMPLES", "1 samples are trained on, 'a' is one"),
         ("--data SAMPLES --out o --length 32", "no sample is left"),

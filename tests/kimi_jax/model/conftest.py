@@ -2,15 +2,14 @@
 
 import dataclasses
 import functools
-import importlib.util
 import math
 from collections.abc import Callable
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import oracles
+import published
 import pytest
 from flax import nnx
 
@@ -80,11 +79,7 @@ def tiny() -> ModelConfig:
 @pytest.fixture(scope="session")
 def k25() -> ModelConfig:
     """Kimi-K2.5 as published."""
-    path = Path(__file__).parents[1] / "test_config.py"
-    module_spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(module_spec)
-    module_spec.loader.exec_module(module)
-    return ModelConfig.from_dict(module.K25)
+    return ModelConfig.from_dict(published.K25)
 
 
 @pytest.fixture(scope="session")

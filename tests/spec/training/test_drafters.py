@@ -5,37 +5,19 @@ import logging
 
 import jax.numpy as jnp
 import numpy as np
+import published
 import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
-from kimi_jax.config import ModelConfig, RopeConfig
+from kimi_jax.config import ModelConfig
 from kimi_jax.runtime.mesh import make_mesh
 from spec.eagle3.checkpoint import open_drafter
 from spec.eagle3.config import DrafterConfig, DrafterError
 from spec.training.drafters import Beginning, export_drafter, new_config
 from spec.training.loss import Ends
 
-K25 = ModelConfig(
-    vocab_size=163840,
-    hidden_size=7168,
-    num_hidden_layers=61,
-    first_k_dense_replace=1,
-    intermediate_size=18432,
-    moe_intermediate_size=2048,
-    n_routed_experts=384,
-    n_shared_experts=1,
-    num_experts_per_tok=8,
-    num_attention_heads=64,
-    q_lora_rank=1536,
-    kv_lora_rank=512,
-    qk_nope_head_dim=128,
-    qk_rope_head_dim=64,
-    v_head_dim=128,
-    max_position_embeddings=262144,
-    rms_norm_eps=1e-5,
-    rope=RopeConfig(theta=50000.0, factor=64.0, mscale_all_dim=1.0),
-)
+K25 = ModelConfig.from_dict(published.K25)
 
 
 def test_a_llama_drafter_for_k25_has_the_public_sizes():
