@@ -11,7 +11,7 @@ Training that runs the target itself needs none of it and is the default of trai
 states pay when several drafters are trained on the same samples, or on other machines.
 
 Resumable: shards that are whole are kept. Ends with one JSON line. On two CPU cores the demo gives
-about 3 000 tokens a second.
+about 3 400 tokens a second.
 """
 
 import argparse
