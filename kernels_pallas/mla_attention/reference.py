@@ -5,7 +5,13 @@ the cached rows [latent | rotated key], values their latent part.
 
     score[n, s] = scale * (q_latent[n] . latent[s] + q_rope[n] . rope[s])
     out[n]      = sum_s softmax_s(score[n, s]) latent[s]
+
+The log-sum-exp of the scores lets attention over the parts of a cache be put together later:
+out = sum_parts exp(lse_part - lse) out_part, with lse the log-sum-exp of the parts' own.
 """
+
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,18 +37,27 @@ def mla_attention(
         tree_mask: for the branches of a draft tree, which of the X slots after the text a query
             sees besides; `last` is then the same for all queries of a row.
     """
-    B, T, N, C = q_latent.shape
-    S = cache.shape[0] // B
-    query = jnp.concatenate([q_latent, q_rope], axis=-1).astype(cache.dtype)
-    query = query.reshape(B, T * N, -1)
-    seen = jnp.repeat(visible_slots(last, S, tree_mask), N, axis=1)
-    if B == 1:
-        # Products of matrices, not a batch of one: XLA:CPU then reads the cache where it lies.
-        out = _attend(query[0], cache, seen[0], scale, C)
-        return out.reshape(q_latent.shape).astype(q_latent.dtype)
-    rows = cache.reshape(B, S, -1)
-    out = jax.vmap(lambda q, c, v: _attend(q, c, v, scale, C))(query, rows, seen)
+    attend = functools.partial(_attend, scale=scale, C=q_latent.shape[-1])
+    out = _over_batch(attend, q_latent, q_rope, cache, last, tree_mask)
     return out.reshape(q_latent.shape).astype(q_latent.dtype)
+
+
+def mla_attention_with_lse(
+    q_latent: Float[Array, "B T N C"],
+    q_rope: Float[Array, "B T N R"],
+    cache: Float[Array, "BS CR"],
+    last: Int[Array, "B T"],
+    *,
+    scale: float,
+    tree_mask: Bool[Array, "B T X"] | None = None,
+) -> tuple[Float[Array, "B T N C"], Float[Array, "B T N"]]:
+    """`mla_attention`, and the log-sum-exp of each query's scores in float32.
+
+    A query may see nothing here (`last` -1): its output is zero and its log-sum-exp -inf.
+    """
+    attend = functools.partial(_attend_with_lse, scale=scale, C=q_latent.shape[-1])
+    out, lse = _over_batch(attend, q_latent, q_rope, cache, last, tree_mask)
+    return out.reshape(q_latent.shape).astype(q_latent.dtype), lse.reshape(q_latent.shape[:3])
 
 
 def visible_slots(
@@ -61,6 +76,26 @@ def visible_slots(
     return jax.vmap(put)(text, tree_mask, first)
 
 
+def _over_batch(
+    attend: Any,
+    q_latent: Float[Array, "B T N C"],
+    q_rope: Float[Array, "B T N R"],
+    cache: Float[Array, "BS CR"],
+    last: Int[Array, "B T"],
+    tree_mask: Bool[Array, "B T X"] | None,
+) -> Any:
+    """`attend(queries, slots, visible)` of every batch row, its queries as T*N rows."""
+    B, T, N, _ = q_latent.shape
+    S = cache.shape[0] // B
+    query = jnp.concatenate([q_latent, q_rope], axis=-1).astype(cache.dtype)
+    query = query.reshape(B, T * N, -1)
+    seen = jnp.repeat(visible_slots(last, S, tree_mask), N, axis=1)
+    if B == 1:
+        # Products of matrices, not a batch of one: XLA:CPU then reads the cache where it lies.
+        return attend(query[0], cache, seen[0])
+    return jax.vmap(attend)(query, cache.reshape(B, S, -1), seen)
+
+
 def _attend(
     query: Float[Array, "TN CR"],
     cache: Float[Array, "S CR"],
@@ -75,3 +110,19 @@ def _attend(
     # makes XLA copy it, one copy a layer and step.
     context = jnp.matmul(weights_f32.astype(cache.dtype), cache, preferred_element_type=f32)
     return context[:, :C]
+
+
+def _attend_with_lse(
+    query: Float[Array, "TN CR"],
+    cache: Float[Array, "S CR"],
+    visible: Bool[Array, "TN S"],
+    scale: float,
+    C: int,
+) -> tuple[Float[Array, "TN C"], Float[Array, " TN"]]:
+    scores_f32 = jnp.matmul(query, cache.T, preferred_element_type=jnp.float32) * scale
+    lse = jax.nn.logsumexp(jnp.where(visible, scores_f32, -jnp.inf), axis=-1)
+    # A finite stand-in where nothing is seen: -inf less -inf would be nan.
+    weights_f32 = jnp.where(visible, jnp.exp(scores_f32 - jnp.maximum(lse, -1e30)[:, None]), 0.0)
+    weights = weights_f32.astype(cache.dtype)
+    context = jnp.matmul(weights, cache, preferred_element_type=jnp.float32)
+    return context[:, :C], lse
