@@ -14,9 +14,9 @@ function keeps what was chosen when it was first traced.
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import jax
 
@@ -41,8 +41,8 @@ class Target:
     capability: tuple[int, int] | None = None
 
     @classmethod
-    def of(cls, device: jax.Device) -> "Target":
-        """The target a device is."""
+    def of(cls, device: Any) -> "Target":
+        """The target a `jax.Device` is."""
         text = getattr(device, "compute_capability", None)
         # AMD devices have one too ("gfx90a"); the kernels have never been compiled for them.
         parts = str(text).split(".")
@@ -119,8 +119,12 @@ def current_target() -> Target:
     return Target(abstract.platform or "device of an unknown kind")
 
 
-def choose(op: str, implementation: Implementation | None, obstacle: str | None = None) -> Choice:
-    """What runs `op`; `obstacle` says why its kernel cannot take these operands, if it cannot.
+def choose(
+    op: str, implementation: Implementation | None, obstacle: Callable[[], str | None]
+) -> Choice:
+    """What runs `op`; `obstacle()` says why its kernel cannot take these operands, if it cannot.
+
+    It is asked only where the device could run the kernel.
 
     Raises:
         ImplementationError: the implementation named, here or by `using`, cannot run.
@@ -129,13 +133,13 @@ def choose(op: str, implementation: Implementation | None, obstacle: str | None 
     target = current_target()
     if wanted == "xla":
         return Choice("xla", target)
-    if wanted != "interpret":
-        obstacle = target.obstacle() or obstacle
-    if obstacle is None:
+    reason = None if wanted == "interpret" else target.obstacle()
+    reason = reason or obstacle()
+    if reason is None:
         return Choice(wanted or "triton", target)
     if wanted is not None:
-        raise ImplementationError(f"{op} cannot run as {wanted!r}: {obstacle}")
-    reason = f"{op} runs as plain XLA: {obstacle}"
+        raise ImplementationError(f"{op} cannot run as {wanted!r}: {reason}")
+    reason = f"{op} runs as plain XLA: {reason}"
     if reason not in _said:
         _said.add(reason)
         _log.info(reason)

@@ -23,7 +23,7 @@ class MlaTiles(NamedTuple):
     num_splits: int
     """Blocks that share one group of query rows, at most; a power of two."""
     least_chunk: int
-    """Slots a split takes at least: each leaves 4 C bytes a query row, which the merge reads again."""
+    """Slots a split takes at least: each leaves 4 C bytes a query row for the merge to read."""
 
 
 class ExpertTiles(NamedTuple):
@@ -33,6 +33,8 @@ class ExpertTiles(NamedTuple):
     inputs: int
     num_warps: int
     num_stages: int
+    rows: int = 0
+    """Sorted rows of one expert; 0 where every expert runs over all tokens of the call."""
 
 
 class ChipTiles(NamedTuple):
@@ -43,6 +45,9 @@ class ChipTiles(NamedTuple):
     mla_32_bits: tuple[MlaTiles, ...]
     gate_up: ExpertTiles
     down: ExpertTiles
+    gate_up_sorted: ExpertTiles
+    """For many tokens; both sorted kernels share the first one's rows."""
+    down_sorted: ExpertTiles
 
 
 # Two stages need less shared memory than one, which stores a tile once for each of its products.
@@ -56,7 +61,9 @@ _MLA_32_BITS = (
 )
 _GATE_UP = ExpertTiles(columns=32, inputs=256, num_warps=4, num_stages=3)
 _DOWN = ExpertTiles(columns=64, inputs=256, num_warps=4, num_stages=2)
-_COMMON = ChipTiles(_MLA_16_BITS, _MLA_32_BITS, _GATE_UP, _DOWN)
+_GATE_UP_SORTED = ExpertTiles(columns=64, inputs=128, num_warps=4, num_stages=3, rows=32)
+_DOWN_SORTED = ExpertTiles(columns=64, inputs=128, num_warps=4, num_stages=3, rows=32)
+_COMMON = ChipTiles(_MLA_16_BITS, _MLA_32_BITS, _GATE_UP, _DOWN, _GATE_UP_SORTED, _DOWN_SORTED)
 
 CHIPS: dict[tuple[int, int], ChipTiles] = {
     (8, 0): _COMMON,

@@ -1,1 +1,45 @@
-"""INT4 group-32 expert products: their contract in plain jnp, and the weights' layout."""
+"""The routed experts' products: the plain jnp contract, its kernels, and the choice of one.
+
+`expert_ffn` is what the model calls; `reference.py` says what it computes, `layout.py` how INT4
+weights lie. The kernels' module is imported where a kernel runs: Pallas takes a while to import.
+"""
+
+from jaxtyping import Array, Float, Int
+
+from kernels_pallas import dispatch, tiles
+from kernels_pallas.grouped_matmul import reference
+from kernels_pallas.grouped_matmul.reference import ExpertWeights as ExpertWeights
+from kernels_pallas.grouped_matmul.reference import num_experts as num_experts
+
+
+def expert_ffn(
+    x: Float[Array, "T D"],
+    experts: ExpertWeights,
+    expert_ids: Int[Array, "T A"],
+    combine_f32: Float[Array, "T A"],
+    *,
+    implementation: dispatch.Implementation | None = None,
+) -> Float[Array, "T D"]:
+    """`reference.expert_ffn` by the implementation named, or the best the device supports.
+
+    Raises:
+        ImplementationError: the one named cannot run; the message says why.
+    """
+    operands = x, experts, expert_ids, combine_f32
+
+    def obstacle() -> str | None:
+        from kernels_pallas.grouped_matmul import pallas_triton
+
+        return pallas_triton.obstacle(x, experts)
+
+    choice = dispatch.choose("expert_ffn", implementation, obstacle)
+    if not choice.is_kernel:
+        return reference.expert_ffn(*operands)
+    from kernels_pallas.grouped_matmul import pallas_triton
+
+    chip = tiles.chip_tiles(choice.target)
+    if x.shape[0] <= pallas_triton.FEW_TOKENS:
+        run, gate_up, down = pallas_triton.few_tokens, chip.gate_up, chip.down
+    else:
+        run, gate_up, down = pallas_triton.many_tokens, chip.gate_up_sorted, chip.down_sorted
+    return run(*operands, gate_up=gate_up, down=down, interpret=choice.interpret)

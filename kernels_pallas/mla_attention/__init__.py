@@ -1,7 +1,7 @@
 """Attention over the latent cache: the plain jnp contract, its kernel, and the choice of one.
 
 `mla_attention` and `mla_attention_with_lse` are what the model calls; `reference.py` says what they
-compute.
+compute. The kernel's module is imported where a kernel runs: Pallas takes a while to import.
 """
 
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 from jaxtyping import Array, Bool, Float, Int
 
 from kernels_pallas import dispatch, tiles
-from kernels_pallas.mla_attention import pallas_triton, reference
+from kernels_pallas.mla_attention import reference
 
 
 def mla_attention(
@@ -59,12 +59,18 @@ def mla_attention_with_lse(
 def _choose(
     implementation: dispatch.Implementation | None, q_latent: Any, q_rope: Any, cache: Any, _: Any
 ) -> dispatch.Choice:
-    obstacle = pallas_triton.obstacle(q_latent, q_rope, cache)
+    def obstacle() -> str | None:
+        from kernels_pallas.mla_attention import pallas_triton
+
+        return pallas_triton.obstacle(q_latent, q_rope, cache)
+
     return dispatch.choose("mla_attention", implementation, obstacle)
 
 
 def _kernel(choice: dispatch.Choice, q_latent: Any, q_rope: Any, cache: Any, last: Any, *,
             scale: float, tree_mask: Any) -> Any:  # fmt: skip
+    from kernels_pallas.mla_attention import pallas_triton
+
     T, N = q_latent.shape[1:3]
     return pallas_triton.mla_attention_with_lse(
         q_latent,

@@ -61,7 +61,7 @@ def mla_attention_with_lse(
 ) -> tuple[Float[Array, "B T N C"], Float[Array, "B T N"]]:
     """What the reference of this name says, on operands without an `obstacle`."""
     B, T, N, C = q_latent.shape
-    R, S = q_rope.shape[-1], cache.shape[0] // B
+    S = cache.shape[0] // B
     num_rows = T * N
     num_blocks = ceil_div(num_rows, tiles.rows)
     num_splits = _num_splits(tiles, B * num_blocks, S)

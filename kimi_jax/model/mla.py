@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas.mla_attention.reference import mla_attention
+from kernels_pallas.mla_attention import mla_attention
 from kimi_jax.axes import Rules
 from kimi_jax.config import ModelConfig
 from kimi_jax.model import rope

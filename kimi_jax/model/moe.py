@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from kernels_pallas.grouped_matmul import ExpertWeights, expert_ffn, num_experts
 from kernels_pallas.grouped_matmul.layout import GROUP_SIZE, Int4Weight
-from kernels_pallas.grouped_matmul.reference import ExpertWeights, expert_ffn, num_experts
 from kimi_jax.axes import Rules
 from kimi_jax.config import ModelConfig
 from kimi_jax.model.layers import Keys, Mlp, partial_mlp, weight
