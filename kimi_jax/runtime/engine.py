@@ -643,7 +643,7 @@ class Engine:
     def lower_prefill(self, batch: int, capacity: int, size: int) -> jax.stages.Lowered:
         """The program that takes in a chunk of `size` prompt tokens a row, not compiled yet."""
         state = self.abstract_state(batch, capacity)
-        start = self._shape((), jnp.int32)
+        start = jax.ShapeDtypeStruct((), jnp.int32)
         return self._prefill.lower(self._weights, state, start, size=size)
 
     def lower_decode(
@@ -651,7 +651,8 @@ class Engine:
     ) -> jax.stages.Lowered:
         """The program of a block of cycles that draft this each, not compiled yet."""
         state = self.abstract_state(batch, capacity)
-        num_cycles, cancelled = self._shape((), jnp.int32), self._shape((batch,), jnp.bool_)
+        num_cycles = jax.ShapeDtypeStruct((), jnp.int32)
+        cancelled = jax.ShapeDtypeStruct((batch,), jnp.bool_)
         return self._decode.lower(self._weights, state, num_cycles, cancelled, proposal=proposal)
 
     def lower_verify(self, batch: int, capacity: int, num_tokens: int) -> jax.stages.Lowered:
@@ -661,12 +662,8 @@ class Engine:
         so that their launches can be compared. Taps are the drafter's.
         """
         state = self.abstract_state(batch, capacity)
-        tokens = self._shape((batch, num_tokens), jnp.int32)
+        tokens = jax.ShapeDtypeStruct((batch, num_tokens), jnp.int32)
         return self._verify.lower(self._weights, state.cache, tokens, state.lengths)
-
-    def _shape(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        """An argument that is whole on every device."""
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=self._everywhere)
 
     def _calibrate(self, batch: int) -> None:
         """Tells the controller what a cycle of each proposal costs here."""
