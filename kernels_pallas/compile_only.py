@@ -7,6 +7,7 @@ not a driver. Before JAX is imported, JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 has to b
 refuses to load without a driver, and JAX_PLATFORMS=cpu, or JAX starts a backend that has no device.
 """
 
+import contextlib
 import dataclasses
 import importlib.util
 import math
@@ -26,7 +27,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kernels_pallas import dispatch, launch_list
 from kernels_pallas.dispatch import Target
-from kernels_pallas.launch_list import Launches
+from kernels_pallas.launch_list import Launches, LaunchListError
 
 
 class NoCudaPlugin(RuntimeError):
@@ -235,7 +236,12 @@ def compile_for(name: str, function: Callable, operands: Any) -> Program:
 
 
 def compile_lowered(
-    lowered: jax.stages.Lowered, name: str, *, is_loop: bool = False, own_kernels: bool = False
+    lowered: jax.stages.Lowered,
+    name: str,
+    *,
+    is_loop: bool = False,
+    own_kernels: bool = False,
+    keep: Path | None = None,
 ) -> Program:
     """A program compiled for one of the named GPUs, and read.
 
@@ -244,9 +250,11 @@ def compile_lowered(
         name: of the GPU.
         is_loop: the launches of interest are those of one pass over its outermost loop.
         own_kernels: assembles Pallas kernels alone, which are few, not all that XLA makes.
+        keep: an empty folder for the compiler's dump, which stays there.
     """
     hardware = HARDWARE[name]
-    with tempfile.TemporaryDirectory() as dump:
+    with contextlib.ExitStack() as stack:
+        dump = str(keep) if keep else stack.enter_context(tempfile.TemporaryDirectory())
         folder = Path(dump)
         options: dict[str, str | bool] = {"xla_dump_to": dump}
         if jax.__version_info__ >= (0, 11):
@@ -289,7 +297,10 @@ def _read_launches(folder: Path, *, is_loop: bool) -> Launches:
     program = launch_list.read_program(
         "\n".join(file.read_text() for file in final), names.values()
     )
-    return launch_list.launches_of(launch_list.annotate(nodes, names, program), is_loop=is_loop)
+    launches = launch_list.launches_of(launch_list.annotate(nodes, names, program), is_loop=is_loop)
+    if unknown := [x.number for x in launches.of_kind("kAll") if not x.num_bytes]:
+        raise LaunchListError(f"collectives without an instruction: {unknown}")
+    return launches
 
 
 def _assemble(folder: Path, hardware: Hardware, wanted: set[str] | None) -> dict[str, Assembled]:

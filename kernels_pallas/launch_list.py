@@ -186,8 +186,9 @@ def annotate(
 class Launches:
     """What one pass over a program launches, and of a program that loops, one pass of its loop.
 
-    Of a conditional, the branch that launches least: in the programs of this project that is the
-    one greedy decoding takes, without bias, penalties or logprobs. A loop inside is counted once.
+    Of a conditional, the branch taken where its condition does not hold, as far as scopes tell the
+    two apart, else the one that launches least: in the programs of this project that is greedy
+    decoding, without bias, penalties or logprobs. A loop inside is counted once.
     """
 
     cycle: tuple[Launch, ...]
@@ -275,9 +276,19 @@ def _walk(nodes: Iterable[Node], graph: int | None, graphs: Iterator[int]) -> It
             yield dataclasses.replace(node.launch, graph=graph)
         parts = list(node.parts.values())
         if kind == BRANCHES and parts:
-            parts = [min(parts, key=_cost)]
+            parts = [_branch(node)]
         for part in parts:
             yield from _walk(part, inner, graphs)
+
+
+def _branch(node: Node) -> list[Node]:
+    # How `lax.cond` names the scope of its first function.
+    holds = node.launch.scope + "/branch_1_fun"
+    parts = list(node.parts.values())
+    others = [
+        part for part in parts if not any(x.launch.scope.startswith(holds) for x in _every(part))
+    ]
+    return min(others or parts, key=_cost)
 
 
 def _cost(nodes: list[Node]) -> tuple[int, int]:

@@ -14,7 +14,7 @@ Four programs of the engine, with a Llama-style drafter of the published sizes:
 
 For each: kernels in all and per MoE layer, all-reduces and their bytes, CUDA graphs and what the
 host launches beside them, temporaries, compile time; and whether all of it fits the GPU's memory.
-Of a conditional the branch that launches least counts, which greedy decoding takes. Nothing runs,
+Of a conditional the branch counts that greedy decoding takes, without options. Nothing runs,
 so this says nothing of speed, and XLA tunes nothing without a device: its own kernels may differ
 there by a few a layer.
 
@@ -34,6 +34,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,8 @@ def main() -> None:
     add("--capacity", type=int, default=8192, help="cache slots a row (8192)")
     add("--programs", nargs="+", choices=PROGRAMS, default=list(PROGRAMS))
     add("--layers", type=int, help="compiles the first so many layers only, to be quick")
+    add("--jobs", type=int, default=2, help="programs compiled at the same time (2)")
+    add("--dump", type=Path, metavar="FOLDER", help="keeps what the compiler wrote, a folder each")
     add(
         "--collectives-outside-graphs",
         action="store_true",
@@ -154,6 +157,10 @@ class Job:
     programs: tuple[str, ...]
     whole: bool
     """Whether all the model's layers are there."""
+    jobs: int
+    """Programs compiled at the same time."""
+    dump: Path | None = None
+    """Where the compiler's dumps stay."""
 
     @classmethod
     def checked(cls, args: argparse.Namespace) -> "Job":
@@ -169,6 +176,9 @@ class Job:
         limit = full.max_position_embeddings
         most_layers = full.num_hidden_layers
         dense = full.first_k_dense_replace
+        _check_range("--jobs", args.jobs, 1, len(PROGRAMS))
+        if args.dump is not None and args.dump.exists():
+            raise ValueError(f"--dump {args.dump} exists already")
         _check_range("--devices", args.devices, 1, MOST_SIMULATED_DEVICES)
         _check_range("--draft-tokens", args.draft_tokens, 1, MAX_DRAFT_DEPTH)
         _check_range("--batch", args.batch, 1, MOST_ROWS)
@@ -198,6 +208,8 @@ class Job:
             capacity=args.capacity,
             programs=tuple(name for name in PROGRAMS if name in args.programs),
             whole=cfg.num_hidden_layers == most_layers,
+            jobs=args.jobs,
+            dump=args.dump,
         )
 
 
@@ -239,23 +251,60 @@ def make_engine(job: Job) -> Engine:
     )
 
 
-def compile_program(engine: Engine, job: Job, name: str) -> tuple[Program, float]:
-    """One program of the engine, compiled and read, and the seconds it took to lower."""
+def lower_program(engine: Engine, job: Job, name: str) -> jax.stages.Lowered:
+    """One program of the engine, not compiled yet."""
     size = (job.batch, job.capacity)
-    began = time.perf_counter()
     with dispatch.compile_for(HARDWARE[job.hardware].target):
         if name == "step":
-            lowered = engine.lower_decode(*size, None)
-        elif name == "cycle":
-            lowered = engine.lower_decode(*size, Chain(job.draft_tokens))
-        elif name == "verify":
-            lowered = engine.lower_verify(*size, job.draft_tokens + 1)
-        else:
-            lowered = engine.lower_prefill(*size, PREFILL_SIZES[-1])
-    seconds = time.perf_counter() - began
-    is_loop = name in ("step", "cycle")
-    program = compile_only.compile_lowered(lowered, job.hardware, is_loop=is_loop, own_kernels=True)
-    return program, seconds
+            return engine.lower_decode(*size, None)
+        if name == "cycle":
+            return engine.lower_decode(*size, Chain(job.draft_tokens))
+        if name == "verify":
+            return engine.lower_verify(*size, job.draft_tokens + 1)
+        return engine.lower_prefill(*size, PREFILL_SIZES[-1])
+
+
+def compile_programs(
+    engine: Engine, job: Job
+) -> tuple[dict[str, Program], dict[str, float], list[str]]:
+    """Each program compiled and read, the seconds each took to lower, and what did not compile."""
+    compiled: dict[str, Program] = {}
+    lowering: dict[str, float] = {}
+    failures: list[str] = []
+    # Most of a compilation runs in one thread, and Python is not in its way.
+    with (
+        ThreadPoolExecutor(max_workers=job.jobs) as pool,
+        tqdm(job.programs, "compiling", disable=None, leave=False) as bar,
+    ):
+        waiting = {}
+        for name in job.programs:
+            began = time.perf_counter()
+            try:
+                lowered = lower_program(engine, job, name)
+            except Exception as error:  # so is a program that does not lower
+                failures.append(f"{name}: {_first_line(error)}")
+                continue
+            lowering[name] = time.perf_counter() - began
+            run = pool.submit(
+                compile_only.compile_lowered,
+                lowered,
+                job.hardware,
+                is_loop=name in ("step", "cycle"),
+                own_kernels=True,
+                keep=None if job.dump is None else job.dump / name,
+            )
+            waiting[run] = name
+        for run in as_completed(waiting):
+            bar.update()
+            try:
+                compiled[waiting[run]] = run.result()
+            except Exception as error:  # a program that does not compile is the finding
+                failures.append(f"{waiting[run]}: {_first_line(error)}")
+    return compiled, lowering, failures
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error) or '-'}".splitlines()[0]
 
 
 def check_programs(job: Job) -> int:
@@ -270,20 +319,11 @@ def check_programs(job: Job) -> int:
         "drafter_state_bytes": device_bytes(state.drafter),
     }
     state_bytes = device_bytes(state)
-    compiled: dict[str, Program] = {}
-    lowering: dict[str, float] = {}
-    failures = []
-    bar = tqdm(job.programs, "compiling", disable=None, leave=False)
-    for name in bar:
-        bar.set_postfix_str(name)
-        try:
-            compiled[name], lowering[name] = compile_program(engine, job, name)
-        except Exception as error:  # a program that does not compile is the finding
-            failures.append(f"{name}: {str(error).splitlines()[0]}")
+    compiled, lowering, failures = compile_programs(engine, job)
     programs = {
         name: _describe(program, job, held, has_drafter=name in ("cycle", "prefill"))
         | {"lower_seconds": round(lowering[name], 1)}
-        for name, program in compiled.items()
+        for name, program in sorted(compiled.items(), key=lambda item: PROGRAMS.index(item[0]))
     }
     needed = [p.memory.temporaries + p.memory.outputs - p.memory.aliased for p in compiled.values()]
     weights = held["target_weight_bytes"] + held["drafter_weight_bytes"]
@@ -309,8 +349,9 @@ def check_programs(job: Job) -> int:
         draft_tokens=job.draft_tokens,
         layers=job.cfg.num_hidden_layers,
         all_layers=job.whole,
+        compiled_at_once=job.jobs,
         dtype=DTYPE.name,
-        branches="of a conditional, the one that launches least: greedy, no bias or logprobs",
+        branches="of a conditional, where it does not hold: greedy, no bias, penalties, logprobs",
         not_counted="CUDA context, graphs, machine code, and what NCCL allocates",
         config=job.cfg.to_dict(),
         drafter=job.drafter.to_dict(),
@@ -347,6 +388,9 @@ def _describe(
         "launches_outside_graphs": len(launches.outside_graphs),
         "launches": count_kinds(launches.cycle),
         "launches_around_loop": count_kinds(launches.around),
+        "bytes_written_around_loop": sum(
+            x.num_bytes for x in launches.around if x.is_kernel or x.kind == "kCopy"
+        ),
         "temp_bytes": program.memory.temporaries,
         "weight_bytes": held["target_weight_bytes"] + drafter_weights,
         "cache_bytes": held["cache_bytes"] + drafter_state,
@@ -418,7 +462,8 @@ def _print_programs(
     for name, figures in programs.items():
         print(f"{name:8} {_kinds(figures['launches'])}")
         if around := figures["launches_around_loop"]:
-            print(f"{'':8} around: {_kinds(around)}")
+            written = figures["bytes_written_around_loop"] / 1e6
+            print(f"{'':8} around: {_kinds(around)}; {written:.1f} MB written")
     shown = next((name for name in ("verify", "step", "cycle") if name in compiled), None)
     layers = _moe_layers(compiled[shown], job) if shown else {}
     if layers:
@@ -481,7 +526,7 @@ def check_ops(hardware: list[str], ops: list[str], prefix: str) -> int:
         try:
             program = compile_kernels(op, spec, gpu)
         except Exception as error:  # a kernel that does not compile is the finding
-            failures.append(f"{gpu} {op} {spec}: {str(error).splitlines()[0]}")
+            failures.append(f"{gpu} {op} {spec}: {_first_line(error)}")
             continue
         for launch in program.launches.kernels:
             made = program.assembled.get(launch.name)

@@ -155,12 +155,32 @@ def test_a_kernel_has_its_sizes():
     assert (product.grid, product.threads, product.shared_bytes) == ((8, 32, 1), 64, 768)
 
 
-def test_of_a_conditional_the_branch_that_launches_least_counts():
+def test_of_a_conditional_one_branch_counts():
     launches = read(ONE_GRAPH)
     [gather] = launches.of_kind("kAllGather")
     # Operands first: what is gathered is the second half.
     assert gather.number == 15 and gather.num_bytes == 32 * 2 * 4
     assert launch_list.count_kinds(launches.cycle)["kConditional"] == 1
+
+
+def test_where_scopes_tell_the_branch_whose_condition_does_not_hold_counts():
+    text = """\
+000: kConditional [source | sink]
+  false_branch:
+    001: kCopy [source | next=002 (1)] kCopy
+    002: kCopy [prev=001 (1)| sink] kCopy
+  true_branch:
+    003: kCopy [source | sink] kCopy
+"""
+    program = {
+        "if": launch_list.Instruction("jit(f)/choose/cond", 4),
+        "a": launch_list.Instruction("jit(f)/choose/cond/branch_0_fun/argmax", 4),
+        "b": launch_list.Instruction("jit(f)/choose/cond/branch_1_fun/mul", 4),
+    }
+    names = {0: "if", 1: "a", 3: "b"}
+    nodes = launch_list.annotate(launch_list.parse(text), names, program)
+    taken = launch_list.launches_of(nodes, is_loop=False).cycle
+    assert [x.number for x in taken] == [0, 1, 2]
 
 
 def test_collectives_know_their_bytes():
