@@ -1,14 +1,16 @@
 """GPUs a program can be compiled for on a machine that has none, and what compiling shows of it.
 
 A description of each GPU (public figures, in XLA's own form), devices that exist for the compiler
-alone, and readers of XLA's launch list and of the assembler's report. Nothing runs here, so nothing
-here is a time on a GPU. Needs the CUDA plugin (extra `cuda12`), not a driver. Before JAX is
-imported, JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 has to be set, or the plugin refuses to load without a
-driver, and JAX_PLATFORMS=cpu, or JAX starts a backend that has no device.
+alone, and what XLA's dump, its memory analysis and the assembler say of a program compiled for
+them. Nothing runs here, so nothing here is a time on a GPU. Needs the CUDA plugin (extra `cuda12`),
+not a driver. Before JAX is imported, JAX_SKIP_CUDA_CONSTRAINTS_CHECK=1 has to be set, or the plugin
+refuses to load without a driver, and JAX_PLATFORMS=cpu, or JAX starts a backend that has no device.
 """
 
+import contextlib
 import dataclasses
 import importlib.util
+import math
 import re
 import shutil
 import subprocess
@@ -23,8 +25,9 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from kernels_pallas import dispatch
+from kernels_pallas import dispatch, launch_list
 from kernels_pallas.dispatch import Target
+from kernels_pallas.launch_list import Launches, LaunchListError
 
 
 class NoCudaPlugin(RuntimeError):
@@ -150,8 +153,8 @@ HARDWARE = {
 }
 
 
-def devices(name: str, count: int = 1) -> list[jax.Device]:
-    """`count` devices of the named GPU, for compiling only.
+def check_plugin() -> None:
+    """Refuses an installation that cannot compile for NVIDIA GPUs.
 
     Raises:
         NoCudaPlugin: JAX's CUDA compiler is not installed.
@@ -162,6 +165,15 @@ def devices(name: str, count: int = 1) -> list[jax.Device]:
             "JAX's compiler for NVIDIA GPUs is not installed: pip install 'kimi-jax[cuda12]' "
             "(no GPU and no driver are needed)"
         )
+
+
+def devices(name: str, count: int = 1) -> list[Any]:
+    """`count` devices of the named GPU, for compiling only.
+
+    Raises:
+        NoCudaPlugin: JAX's CUDA compiler is not installed.
+    """
+    check_plugin()
     return topologies.get_topology_desc(
         platform="cuda",
         topology_name=name,
@@ -171,34 +183,36 @@ def devices(name: str, count: int = 1) -> list[jax.Device]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Launch:
-    """One kernel of XLA's launch list."""
-
-    name: str
-    grid: tuple[int, ...]
-    threads: int
-    shared_bytes: int
-
-
-@dataclasses.dataclass(frozen=True)
 class Assembled:
     """What ptxas says of one kernel."""
 
     registers: int
+    """Of a thread."""
     spilled_bytes: int
+    """Of a thread, written to memory for want of registers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes of one device that a program needs, as XLA's buffer assignment has them."""
+
+    arguments: int
+    outputs: int
+    aliased: int
+    """Of the outputs, those that lie where a donated argument was."""
+    temporaries: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
     """A compiled program and what the compiler wrote down about it."""
 
-    launches: tuple[Launch, ...]
-    other_launches: tuple[str, ...]
-    """Kinds that are no kernel (kCopy, kWhile, ...), in order."""
+    launches: Launches
     assembled: dict[str, Assembled]
     """By kernel; empty where no ptxas is found."""
-    temp_bytes: int
+    memory: Memory
     seconds: float
+    """To compile, lowering apart."""
 
 
 def compile_for(name: str, function: Callable, operands: Any) -> Program:
@@ -207,7 +221,6 @@ def compile_for(name: str, function: Callable, operands: Any) -> Program:
     Raises:
         NoCudaPlugin: JAX's CUDA compiler is not installed.
     """
-    hardware = HARDWARE[name]
     mesh = Mesh(np.array(devices(name)), ("device",))
     whole = NamedSharding(mesh, PartitionSpec())
     shapes = jax.tree.map(
@@ -217,43 +230,80 @@ def compile_for(name: str, function: Callable, operands: Any) -> Program:
     sharded = jax.shard_map(
         function, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
     )
-    began = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder, dispatch.compile_for(hardware.target):
-        options = {"xla_dump_to": folder}
+    with dispatch.compile_for(HARDWARE[name].target):
+        lowered = jax.jit(sharded).lower(*shapes)
+    return compile_lowered(lowered, name)
+
+
+def compile_lowered(
+    lowered: jax.stages.Lowered,
+    name: str,
+    *,
+    is_loop: bool = False,
+    own_kernels: bool = False,
+    keep: Path | None = None,
+) -> Program:
+    """A program compiled for one of the named GPUs, and read.
+
+    Args:
+        lowered: traced inside `dispatch.compile_for(HARDWARE[name].target)`, on `devices`.
+        name: of the GPU.
+        is_loop: the launches of interest are those of one pass over its outermost loop.
+        own_kernels: assembles Pallas kernels alone, which are few, not all that XLA makes.
+        keep: an empty folder for the compiler's dump, which stays there.
+    """
+    hardware = HARDWARE[name]
+    with contextlib.ExitStack() as stack:
+        dump = str(keep) if keep else stack.enter_context(tempfile.TemporaryDirectory())
+        folder = Path(dump)
+        options: dict[str, str | bool] = {"xla_dump_to": dump}
         if jax.__version_info__ >= (0, 11):
             # From there on machine code is written only where it is asked for.
             options["xla_dump_emitter_re"] = "ptx"
-        compiled = jax.jit(sharded).lower(*shapes).compile(compiler_options=options)
+        began = time.perf_counter()
+        compiled = lowered.compile(compiler_options=options)
         seconds = time.perf_counter() - began
-        launches, others = _read_launches(Path(folder))
-        assembled = _assemble(Path(folder), hardware)
-    temp_bytes = compiled.memory_analysis().temp_size_in_bytes
-    return Program(launches, others, assembled, temp_bytes, seconds)
+        launches = _read_launches(folder, is_loop=is_loop)
+        wanted = None
+        if own_kernels:
+            wanted = {x.name for x in launches.kernels if "pallas_call" in x.scope}
+        assembled = _assemble(folder, hardware, wanted)
+    stats: Any = compiled.memory_analysis()
+    memory = Memory(
+        arguments=stats.argument_size_in_bytes,
+        outputs=stats.output_size_in_bytes,
+        aliased=stats.alias_size_in_bytes,
+        temporaries=stats.temp_size_in_bytes,
+    )
+    return Program(launches, assembled, memory, seconds)
 
 
-_KERNEL = re.compile(
-    r"kCustomKernel .*\] (\S+) grid: \[([\d, ]+)\] threads: \[(\d+)[\d, ]*\]\s+"
-    r"shared_memory: (\d+) bytes"
-)
-_LAUNCH = re.compile(r"^\d+: (k\w+)")
+def device_bytes(tree: Any) -> int:
+    """What one device holds of a tree of placed arrays, or of their shapes with placements."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )
 
 
-def _read_launches(folder: Path) -> tuple[tuple[Launch, ...], tuple[str, ...]]:
+def _read_launches(folder: Path, *, is_loop: bool) -> Launches:
     # The second file appears only where a pass changed the list.
     files = sorted(folder.glob("*thunk_sequence_after_thunk_passes.txt"))
     files = files or sorted(folder.glob("*thunk_sequence.txt"))
-    launches, others = [], []
-    for line in "\n".join(file.read_text() for file in files).splitlines():
-        if found := _KERNEL.search(line):
-            kernel, grid, threads, shared = found.groups()
-            sizes = tuple(map(int, grid.split(",")))
-            launches.append(Launch(kernel, sizes, int(threads), int(shared)))
-        elif found := _LAUNCH.match(line.strip()):
-            others.append(found[1])
-    return tuple(launches), tuple(others)
+    nodes = launch_list.parse("\n".join(file.read_text() for file in files))
+    metadata = sorted(folder.glob("*thunk_metadata.txt"))
+    names = launch_list.read_metadata("\n".join(file.read_text() for file in metadata))
+    final = sorted(folder.glob("*gpu_after_optimizations.txt"))
+    program = launch_list.read_program(
+        "\n".join(file.read_text() for file in final), names.values()
+    )
+    launches = launch_list.launches_of(launch_list.annotate(nodes, names, program), is_loop=is_loop)
+    if unknown := [x.number for x in launches.of_kind("kAll") if not x.num_bytes]:
+        raise LaunchListError(f"collectives without an instruction: {unknown}")
+    return launches
 
 
-def _assemble(folder: Path, hardware: Hardware) -> dict[str, Assembled]:
+def _assemble(folder: Path, hardware: Hardware, wanted: set[str] | None) -> dict[str, Assembled]:
     ptxas = _find_ptxas()
     if ptxas is None:
         return {}
@@ -261,6 +311,9 @@ def _assemble(folder: Path, hardware: Hardware) -> dict[str, Assembled]:
     architecture = f"sm_{major}{minor}" + ("a" if major >= 9 else "")
     found = {}
     for file in sorted(folder.glob("*.ptx")):
+        entries = set(re.findall(r"\.entry (\w+)", file.read_text()))
+        if wanted is not None and not entries & wanted:
+            continue
         command = [ptxas, "-v", "--gpu-name", architecture, str(file), "-o", str(folder / "cubin")]
         said = subprocess.run(command, capture_output=True, text=True, check=False).stderr
         names = re.findall(r"Function properties for (\S+)", said)

@@ -153,7 +153,7 @@ def _checked(implementation: str | None) -> Implementation | None:
     return cast(Implementation | None, implementation)
 
 
-def _default_device() -> jax.Device:
+def _default_device() -> Any:
     chosen = jax.config.jax_default_device  # type: ignore[attr-defined]
     if isinstance(chosen, jax.Device):
         return chosen

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh
 
 from kimi_jax.axes import Rules, replace
 from kimi_jax.checkpoint.reader import resolve
@@ -24,9 +24,9 @@ from kimi_jax.runtime.decode import (
     DecodeState,
     Step,
 )
-from kimi_jax.runtime.engine import Controller, weight_pspecs
+from kimi_jax.runtime.engine import Controller, abstract_weights, weight_pspecs
 from kimi_jax.runtime.llm import DEMO
-from kimi_jax.runtime.mesh import MeshError, rules_for
+from kimi_jax.runtime.mesh import MeshError
 from spec import draft
 from spec.controller import AdaptiveLength, FixedProposal
 from spec.cycle import speculative_step
@@ -316,18 +316,56 @@ def load_weights(
         "has_own_head": files.has_own_head,
         "has_map": files.has_map,
     }
-    abstract = nnx.eval_shape(lambda: Eagle3(cfg, **owned, dtype=dtype, rngs=nnx.Rngs(0)))
-    graph, state = nnx.split(abstract)
-    rules = rules_for(mesh)
+    graph, shapes = abstract_weights(
+        lambda: Eagle3(cfg, **owned, dtype=dtype, rngs=nnx.Rngs(0)), mesh
+    )
     flat = []
-    for path, param in nnx.to_flat_state(state):
+    for path, param in nnx.to_flat_state(shapes):
         value = files.read(".".join(map(str, path))).astype(param.dtype)
-        placement = NamedSharding(mesh, rules.pspec(param.axes))
-        flat.append((path, param.replace(jax.device_put(value, placement))))
+        flat.append((path, param.replace(jax.device_put(value, param.get_value().sharding))))
     return graph, nnx.from_flat_state(flat)
 
 
-def check_mesh(cfg: DrafterConfig, mesh: Mesh) -> None:
+def abstract_drafter(
+    cfg: DrafterConfig,
+    target: ModelConfig,
+    mesh: Mesh,
+    dtype: jnp.dtype,
+    shapes: tuple[Shape, ...],
+) -> BoundEagle3:
+    """A drafter whose weights are shapes, for lowering programs; it cannot run.
+
+    As the published Llama-style ones it has its own head and lends the target's embedding.
+
+    Raises:
+        DrafterError: one of another target.
+        MeshError: the mesh does not divide the drafter.
+    """
+    check_target(cfg, target)
+    check_mesh(cfg, mesh)
+    has_map = cfg.draft_vocab_size < cfg.vocab_size
+    graph, weights = abstract_weights(
+        lambda: Eagle3(
+            cfg,
+            has_own_embedding=False,
+            has_own_head=True,
+            has_map=has_map,
+            dtype=dtype,
+            rngs=nnx.Rngs(0),
+        ),
+        mesh,
+    )
+    return BoundEagle3(
+        cfg=cfg,
+        graph=graph,
+        weights=weights,
+        taps=eagle3.target_taps(cfg, target),
+        shapes=shapes,
+        dtype=dtype,
+    )
+
+
+def check_mesh(cfg: DrafterConfig, mesh: Mesh | AbstractMesh) -> None:
     """Refuses a mesh that does not divide the drafter.
 
     Raises:

@@ -33,7 +33,7 @@ def conditions(**more: Any) -> dict[str, Any]:
     """Versions, device, clocks, flags and commit of this run, and what else the caller knows."""
     devices = jax.devices()
     return {
-        "kimi_jax": importlib.metadata.version("kimi-jax"),
+        "kimi_jax": _version("kimi-jax"),
         "jax": jax.__version__,
         "jaxlib": importlib.metadata.version("jaxlib"),
         "cuda_plugin": _version("jax-cuda12-plugin") or _version("jax-cuda13-plugin"),
@@ -53,6 +53,7 @@ def conditions(**more: Any) -> dict[str, Any]:
 
 
 def _version(distribution: str) -> str | None:
+    """Of an installed distribution; a checkout that is merely on the path has none."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

@@ -37,7 +37,12 @@ from kimi_jax.runtime.decode import (
     chunk_sizes,
 )
 from kimi_jax.runtime.mesh import rules_for
-from kimi_jax.runtime.sampling import SamplingParams, SamplingState, make_sampling_state
+from kimi_jax.runtime.sampling import (
+    SamplingParams,
+    SamplingState,
+    argmax_tokens,
+    make_sampling_state,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -319,6 +324,25 @@ class Engine:
             run = self._over_mesh(run, (all_specs, specs, whole, whole), (specs, whole))
             return run(weights, state, num_cycles, cancelled)
 
+        def verify(weights, cache: LatentCache, tokens, lengths):
+            def local(weights, cache, tokens, lengths):
+                model = nnx.merge(graph, weights if drafter is None else weights[0])
+                out = transformer.forward(
+                    model,
+                    tokens,
+                    lengths[:, None] - 1 + jnp.arange(tokens.shape[1], dtype=jnp.int32),
+                    cache,
+                    taps=() if drafter is None else drafter.taps,
+                    rules=rules,
+                )
+                logits_f32 = transformer.logits(model, out.hidden)
+                rows_f32 = logits_f32.reshape(-1, logits_f32.shape[-1])
+                chosen = argmax_tokens(rows_f32, rules.mesh_axes("V"))
+                return chosen.reshape(tokens.shape), out.taps, out.cache
+
+            run = self._over_mesh(local, (all_specs, whole, whole, whole), whole)
+            return run(weights, cache, tokens, lengths)
+
         def logits(weights, cache: LatentCache, tokens, start, num_real):
             def local(weights, cache, tokens, start, num_real):
                 model = nnx.merge(graph, weights)
@@ -377,6 +401,7 @@ class Engine:
         )
         self._prefill = jax.jit(prefill, static_argnames="size", donate_argnames="state")
         self._decode = jax.jit(decode, donate_argnames="state", static_argnames="proposal")
+        self._verify = jax.jit(verify, donate_argnames="cache")
         self._logits = jax.jit(logits, donate_argnames="cache")
         self._hidden_states = jax.jit(hidden_states, static_argnames="taps")
 
@@ -608,6 +633,38 @@ class Engine:
                     seconds[proposal].append((time.perf_counter() - began) / max(done, 1))
         return {proposal: statistics.median(each) for proposal, each in seconds.items()}
 
+    # Programs lowered from shapes alone; the engine's weights may be `jax.ShapeDtypeStruct`s.
+
+    def abstract_state(self, batch: int, capacity: int) -> DecodeState:
+        """The shapes and placements of `new_state`'s result."""
+        state = jax.eval_shape(lambda: self.new_state([], batch=batch, capacity=capacity))
+        return _placed(state, self._placements(self._state_pspecs(state)))
+
+    def lower_prefill(self, batch: int, capacity: int, size: int) -> jax.stages.Lowered:
+        """The program that takes in a chunk of `size` prompt tokens a row, not compiled yet."""
+        state = self.abstract_state(batch, capacity)
+        start = jax.ShapeDtypeStruct((), jnp.int32)
+        return self._prefill.lower(self._weights, state, start, size=size)
+
+    def lower_decode(
+        self, batch: int, capacity: int, proposal: Proposal | None
+    ) -> jax.stages.Lowered:
+        """The program of a block of cycles that draft this each, not compiled yet."""
+        state = self.abstract_state(batch, capacity)
+        num_cycles = jax.ShapeDtypeStruct((), jnp.int32)
+        cancelled = jax.ShapeDtypeStruct((batch,), jnp.bool_)
+        return self._decode.lower(self._weights, state, num_cycles, cancelled, proposal=proposal)
+
+    def lower_verify(self, batch: int, capacity: int, num_tokens: int) -> jax.stages.Lowered:
+        """One forward over `num_tokens` new tokens a row and the greedy choice, not compiled yet.
+
+        No request runs it: it is what a step and a verification share, without what surrounds them,
+        so that their launches can be compared. Taps are the drafter's.
+        """
+        state = self.abstract_state(batch, capacity)
+        tokens = jax.ShapeDtypeStruct((batch, num_tokens), jnp.int32)
+        return self._verify.lower(self._weights, state.cache, tokens, state.lengths)
+
     def _calibrate(self, batch: int) -> None:
         """Tells the controller what a cycle of each proposal costs here."""
         drafting = [proposal for proposal in self.proposals if proposal is not None]
@@ -752,6 +809,30 @@ def _row_updates(requests: Sequence[Request], block: Block, running: set[int]) -
             )
         )
     return updates
+
+
+def abstract_weights(make: Callable[[], nnx.Module], mesh: Mesh) -> tuple[nnx.GraphDef, Weights]:
+    """The structure of the module `make` gives, and its weights as shapes placed on the mesh.
+
+    Nothing is allocated.
+    """
+    graph, state = nnx.split(nnx.eval_shape(make))
+    rules = rules_for(mesh)
+    flat = [
+        (
+            path,
+            param.replace(_placed(param.get_value(), NamedSharding(mesh, rules.pspec(param.axes)))),
+        )
+        for path, param in nnx.to_flat_state(state)
+    ]
+    return graph, nnx.from_flat_state(flat)
+
+
+def _placed(shapes: Any, placements: Any) -> Any:
+    """The shapes with their placements."""
+    return jax.tree.map(
+        lambda s, place: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place), shapes, placements
+    )
 
 
 def weight_pspecs(weights: Weights, rules: Rules) -> Weights:

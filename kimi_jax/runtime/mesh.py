@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from kernels_pallas.grouped_matmul.layout import GROUP_SIZE
 from kimi_jax.axes import WHOLE, Rules
@@ -82,7 +82,7 @@ def rules_for(mesh: Mesh) -> Rules:
     return RULES if mesh.size > 1 else WHOLE
 
 
-def check_sizes(cfg: ModelConfig, mesh: Mesh) -> None:
+def check_sizes(cfg: ModelConfig, mesh: Mesh | AbstractMesh) -> None:
     """Refuses a mesh that does not divide the model.
 
     Raises:

@@ -6,9 +6,9 @@ import json
 import math
 
 import pytest
-from published import IGNORE, K25, K25_TEXT, QUANTIZATION, YARN
 
 from kimi_jax.config import ConfigError, ModelConfig, QuantizationConfig, RopeConfig, yarn_mscale
+from kimi_jax.published import IGNORE, K25, K25_TEXT, QUANTIZATION, YARN
 
 K25_EXPECTED = ModelConfig(
     vocab_size=163840,

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import oracles
-import published
 import pytest
 from flax import nnx
 
 from kernels_pallas.grouped_matmul.layout import kernel_to_words
+from kimi_jax import published
 from kimi_jax.config import ModelConfig, QuantizationConfig, RopeConfig
 from kimi_jax.model.moe import Int4Linear, Moe
 from kimi_jax.model.transformer import Kimi

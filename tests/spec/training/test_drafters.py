@@ -5,11 +5,11 @@ import logging
 
 import jax.numpy as jnp
 import numpy as np
-import published
 import pytest
 from flax import nnx
 from safetensors.numpy import load_file
 
+from kimi_jax import published
 from kimi_jax.config import ModelConfig
 from kimi_jax.runtime.mesh import make_mesh
 from spec.eagle3.checkpoint import open_drafter

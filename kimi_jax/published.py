@@ -1,4 +1,4 @@
-"""config.json of the published checkpoints, as they stand there."""
+"""config.json of published checkpoints as they stand there: sizes without the files."""
 
 IGNORE = [
     "lm_head",
@@ -122,5 +122,30 @@ K25 = {
         "projector_hidden_act": "gelu",
         "projector_ln_eps": 1e-5,
         "text_hidden_size": 7168,
+    },
+}
+
+# A Llama-style EAGLE-3 drafter for it (AQ-MedAI/Kimi-K25-eagle3).
+K25_EAGLE3 = {
+    "architectures": ["LlamaForCausalLMEagle3"],
+    "model_type": "llama",
+    "vocab_size": 163840,
+    "draft_vocab_size": 32000,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "rope_scaling": None,
+    "max_position_embeddings": 262144,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "eagle_config": {
+        "eagle_aux_hidden_state_layer_ids": [2, 30, 58],
+        "use_aux_hidden_state": True,
     },
 }
