@@ -210,7 +210,9 @@ def compile_for(name: str, function: Callable, operands: Any) -> Program:
     hardware = HARDWARE[name]
     mesh = Mesh(np.array(devices(name)), ("device",))
     whole = NamedSharding(mesh, PartitionSpec())
-    shapes = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=whole), operands)
+    shapes = jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=whole), operands
+    )
     # Inside shard_map JAX knows the device from the mesh; compiling needs no other.
     sharded = jax.shard_map(
         function, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False

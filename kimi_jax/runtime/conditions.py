@@ -33,7 +33,8 @@ def conditions(**more: Any) -> dict[str, Any]:
     """Versions, device, clocks, flags and commit of this run, and what else the caller knows."""
     devices = jax.devices()
     return {
-        "kimi_jax": importlib.metadata.version("kimi-jax"),
+        # Run from a checkout, the package need not be installed.
+        "kimi_jax": _version("kimi-jax"),
         "jax": jax.__version__,
         "jaxlib": importlib.metadata.version("jaxlib"),
         "cuda_plugin": _version("jax-cuda12-plugin") or _version("jax-cuda13-plugin"),
