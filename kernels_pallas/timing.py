@@ -159,9 +159,13 @@ def copy_bytes_per_second(num_bytes: int, repeats: int = 7) -> float:
 
 
 def dense_seconds(
-    products: Sequence[Product], *, most_bytes: int, repeats: int = 7,
+    products: Sequence[Product],
+    *,
+    most_bytes: int,
+    most_variants: int = MOST_VARIANTS,
+    repeats: int = 7,
     least_calls: int = LEAST_CALLS,
-) -> Timing:  # fmt: skip
+) -> Timing:
     """Time of these products in dense bfloat16, one after the other.
 
     Raises:
@@ -179,7 +183,7 @@ def dense_seconds(
         return jax.random.normal(jax.random.key(count), shape, jnp.bfloat16)
 
     count = 0
-    copies = num_variants(num_bytes, min(MOST_VARIANTS, most_bytes // num_bytes))
+    copies = num_variants(num_bytes, min(most_variants, most_bytes // num_bytes))
     variants = [
         [(draw(p.batch, p.rows, p.inputs), draw(p.batch, p.inputs, p.columns)) for p in products]
         for _ in range(copies)
@@ -191,11 +195,11 @@ def dense_seconds(
     return seconds_per_call(multiply, variants, repeats=repeats, least_calls=least_calls)
 
 
-def timed_variants(op: Op, spec: str, operands: Any) -> list[Any]:
+def timed_variants(op: Op, spec: str, operands: Any, most: int = MOST_VARIANTS) -> list[Any]:
     """Sets of operands to time an op with, from those it was checked with."""
     sizes = op.specs[spec]
     first = op.variant(sizes, operands, 0)
-    count = num_variants(op.bytes_read(sizes, first))
+    count = num_variants(op.bytes_read(sizes, first), most)
     return [first, *(op.variant(sizes, operands, seed) for seed in range(1, count))]
 
 
