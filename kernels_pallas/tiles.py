@@ -153,8 +153,13 @@ def chip_tiles(target: Target) -> ChipTiles:
     tried = _tried.get()
     if tried is not None:
         return tried
-    capability = target.capability or min(CHIPS)
-    return CHIPS[max((c for c in CHIPS if c <= capability), default=min(CHIPS))]
+    return row_of(CHIPS, target)
+
+
+def row_of(chips: Mapping[tuple[int, int], ChipTiles], target: Target) -> ChipTiles:
+    """The newest row that is not newer than the chip; else the oldest."""
+    capability = target.capability or min(chips)
+    return chips[max((c for c in chips if c <= capability), default=min(chips))]
 
 
 def mla_tiles(target: Target, num_rows: int, cache_dtype: jnp.dtype) -> MlaTiles:
