@@ -30,6 +30,9 @@ MOST_VARIANTS = 16
 LEAST_CALLS = 32
 """Calls in one program, so that its start (about 20 us) is under a microsecond of each."""
 
+COPIES = 8
+"""In a program that measures the bandwidth."""
+
 WARM_UPS = 3
 """The first run of a CUDA graph is not one, the second records it."""
 
@@ -38,8 +41,8 @@ class NoGpu(RuntimeError):
     """No GPU the kernels run on; the message says what was found and what is needed."""
 
 
-def find_gpu() -> jax.Device:
-    """JAX's first device, if kernels run on it.
+def find_gpu() -> Any:
+    """JAX's first device (a `jax.Device`), if kernels run on it.
 
     Raises:
         NoGpu: they do not.
@@ -145,18 +148,23 @@ def _one_value(outs: Any) -> jax.Array:
 def copy_bytes_per_second(num_bytes: int, repeats: int = 7) -> float:
     """Bytes read and written a second by a copy of so many bytes."""
     values = jnp.zeros((num_bytes // 4,), jnp.uint32)
-
-    def run(values: jax.Array) -> jax.Array:
-        # Adding one is a copy that is not left out.
-        return jax.lax.fori_loop(0, 8, lambda _, v: v + jnp.uint32(1), values)
-
-    step = jax.jit(run, donate_argnums=0)
+    step = jax.jit(copied_over_and_over, donate_argnums=0)
     seconds = []
     for _ in range(WARM_UPS + repeats):
         began = time.perf_counter()
         values = jax.block_until_ready(step(values))
         seconds.append(time.perf_counter() - began)
-    return 2 * values.nbytes / summary(seconds[WARM_UPS:], 8).seconds
+    return 2 * values.nbytes / summary(seconds[WARM_UPS:], COPIES).seconds
+
+
+def copied_over_and_over(values: jax.Array) -> jax.Array:
+    """The values after `COPIES` passes over them."""
+
+    def copy(_: Any, values: jax.Array) -> jax.Array:
+        # Adding one is a copy that is not left out; with the barrier two of them do not become one.
+        return jax.lax.optimization_barrier(values + jnp.uint32(1))
+
+    return jax.lax.fori_loop(0, COPIES, copy, values)
 
 
 def dense_seconds(
@@ -181,7 +189,7 @@ def dense_seconds(
     def draw(*shape: int) -> jax.Array:
         nonlocal count
         count += 1
-        return jax.random.normal(jax.random.key(count), shape, jnp.bfloat16)
+        return jax.random.normal(jax.random.key(count, impl="rbg"), shape, jnp.bfloat16)
 
     count = 0
     copies = num_variants(num_bytes, min(most_variants, most_bytes // num_bytes))

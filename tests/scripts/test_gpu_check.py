@@ -69,9 +69,11 @@ def test_what_gets_no_time_is_named(tmp_path, capsys, monkeypatch):
     # Nothing is wrong, but nothing was looked at.
     assert stop.value.code == 1 and not out["passed"] and out["ops"] == []
     names = [part["part"] for part in out["not_run"]]
+    specs = gpu_check.interpreted_plan().specs
+    shapes = [(op, spec) for op in OPS for spec in specs[op]]
     assert names == [
         "copy bandwidth",
-        *(f"{op} tiny-step: {part}" for op in OPS for part in ("check", "time")),
+        *(f"{op} {spec}: {part}" for op, spec in shapes for part in ("check", "time")),
         "slice: random weights",
         "slice: all times",
     ]
@@ -190,3 +192,37 @@ def test_a_layer_is_the_difference_of_two_depths():
     assert (step["ms_moe_layer"], step["over_step"]) == (0.2, 1.0)
     assert (four["ms_moe_layer"], four["over_step"], four["layer_over_step"]) == (0.5, 1.8, 2.5)
     assert (two["ms_moe_layer"], two["layer_over_step"], two["over_step"]) == (None, None, 1.2)
+
+
+def test_calls_that_are_timed_read_other_memory():
+    for name, shared in (("expert_ffn", "experts"), ("mla_attention", None)):
+        op, spec = OPS[name], OPS[name].specs["tiny-step"]
+        operands = jax.tree.map(jnp.array, spec.operands())
+        first, second, third = timing.timed_variants(op, "tiny-step", operands, most=3)
+        places = [[leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(v)] for v in (
+            first, second, third)]  # fmt: skip
+        same = [len(set(each)) == 1 for each in zip(*places, strict=True)]
+        # The weights and the shares are the same arrays; a call reads its own experts alone.
+        assert sum(same) == (7 if shared else 0)
+        if shared:
+            assert len({np.asarray(v[2]).tobytes() for v in (first, second, third)}) > 1
+
+
+def test_a_copy_s_bandwidth_and_dense_products_are_measured():
+    assert timing.copy_bytes_per_second(1 << 16, repeats=1) > 0
+    assert np.all(
+        np.asarray(timing.copied_over_and_over(jnp.zeros(4, jnp.uint32))) == timing.COPIES
+    )
+    products = [Product(2, 3, 32, 16), Product(1, 3, 16, 32)]
+    spent = timing.dense_seconds(
+        products, most_bytes=1 << 20, most_variants=2, repeats=1, least_calls=3
+    )
+    assert spent.calls == 4 and spent.seconds > 0
+
+
+def test_an_op_that_says_nothing_of_its_cost_reads_its_operands_once():
+    x, kernels = jnp.ones((3, 8)), (jnp.ones((8, 4)), jnp.ones((8, 2, 3)))
+    operands = x, x, None, jnp.ones(8), kernels, jnp.ones((3, 2), jnp.int32)
+    op = Op(lambda *_, implementation: None, {})
+    assert op.bytes_read(None, operands) == 4 * (24 + 24 + 8 + 32 + 48 + 6)
+    assert op.products(None, operands) == [Product(1, 3, 8, 4), Product(1, 3, 8, 6)]

@@ -180,7 +180,6 @@ def test_measuring_tells_a_wrong_kernel_from_one_that_does_not_compile(monkeypat
 
     monkeypatch.setattr(timing, "compare", interpreted)
     monkeypatch.setattr(timing, "seconds_per_call", lambda *_: timing.Timing(2e-6, 0.0, 1, 1))
-    monkeypatch.setattr(timing, "MOST_VARIANTS", 1)
     measure = tune_tiles.OnGpu(seed=0)
     assert measure(CHIP, form) == 2e-6
     monkeypatch.setattr(timing, "is_right", lambda *_: False)
