@@ -2,6 +2,10 @@
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+FEWEST_ROWS = 16
+"""Rows of a tensor core's tile: fewer are padded with rows that are not read."""
 
 
 def matmul(a: jax.Array, b: jax.Array, interpret: bool) -> jax.Array:
@@ -26,3 +30,18 @@ def is_power_of_two(size: int) -> bool:
 def next_power_of_two(size: int) -> int:
     """The least power of two that is not smaller."""
     return 1 << max(0, size - 1).bit_length()
+
+
+def largest_power_of_two_in(size: int) -> int:
+    """The largest one that divides the size."""
+    return size & -size
+
+
+def rows_to_load(padded: int, num_rows: int, program: jax.Array) -> tuple[pl.Slice, jax.Array]:
+    """The first `padded` rows of an array inside a kernel, and which of them there are.
+
+    The start is made from a program id, to be no constant: rows past the array's end are then
+    masked, where a constant slice would be refused or cut short.
+    """
+    zero = program * 0
+    return pl.ds(zero, padded), zero + jnp.arange(padded, dtype=jnp.int32) < num_rows

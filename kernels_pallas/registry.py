@@ -19,6 +19,12 @@ from kernels_pallas.grouped_matmul import arg_specs as expert_specs
 from kernels_pallas.grouped_matmul import expert_ffn
 from kernels_pallas.mla_attention import arg_specs as mla_specs
 from kernels_pallas.mla_attention import mla_attention_with_lse
+from kernels_pallas.mla_inputs import arg_specs as inputs_specs
+from kernels_pallas.mla_inputs import mla_inputs
+from kernels_pallas.norm_linear import arg_specs as linear_specs
+from kernels_pallas.norm_linear import norm_linear
+from kernels_pallas.router import arg_specs as router_specs
+from kernels_pallas.router import choose_experts
 
 TOLERANCES = {
     "float32": (1e-5, "float32 products and sums in another order"),
@@ -87,8 +93,8 @@ class Op:
         return self.function(*operands, **options, implementation=implementation)
 
     def tolerance(self, spec: str) -> tuple[float, str]:
-        """Of the spec's dtype, and its reason."""
-        return TOLERANCES[self.specs[spec].dtype]
+        """Of the spec's dtype (float32 where it has none), and its reason."""
+        return TOLERANCES[getattr(self.specs[spec], "dtype", "float32")]
 
 
 def _attend(
@@ -125,10 +131,11 @@ def _attention_products(spec: mla_specs.MlaSpec, operands: Any) -> list[Product]
 
 def _other_experts(spec: expert_specs.ExpertSpec, operands: Any, seed: int) -> Any:
     """The same tokens and weights with other distinct experts a token."""
-    x, experts, ids, combine = operands
+    x, experts, ids, combine, shared = operands
     rng = np.random.default_rng(seed)
     choices = np.stack([rng.permutation(spec.E)[: spec.A] for _ in range(spec.T)])
-    return jnp.copy(x), experts, jnp.array(choices, ids.dtype), combine
+    shared = jax.tree.map(jnp.copy, shared)
+    return jnp.copy(x), experts, jnp.array(choices, ids.dtype), combine, shared
 
 
 def _num_used(operands: Any) -> int:
@@ -136,16 +143,32 @@ def _num_used(operands: Any) -> int:
 
 
 def _expert_bytes(spec: expert_specs.ExpertSpec, operands: Any) -> int:
-    x, experts, ids, combine = operands
-    small = sum(leaf.nbytes for leaf in (x, ids, combine))
-    return small + _num_used(operands) * all_bytes(spec, experts) // spec.E
+    x, experts, ids, combine, shared = operands
+    whole = all_bytes(spec, (x, ids, combine, shared))
+    return whole + _num_used(operands) * all_bytes(spec, experts) // spec.E
 
 
 def _expert_products(spec: expert_specs.ExpertSpec, operands: Any) -> list[Product]:
     """Each expert in use over all the tokens, or over its own where that is less."""
     used = _num_used(operands)
     rows = min(spec.T, -(-spec.T * spec.A // used))
-    return [Product(used, rows, spec.D, 2 * spec.F), Product(used, rows, spec.F, spec.D)]
+    products = [Product(used, rows, spec.D, 2 * spec.F), Product(used, rows, spec.F, spec.D)]
+    return products + [Product(1, spec.T, spec.shared, spec.D)] * bool(spec.shared)
+
+
+def _small_cache(spec: inputs_specs.MlaInputsSpec, operands: Any, seed: int) -> Any:
+    """The same with a cache of the new rows' slots: what is not given up is copied before a write.
+
+    In the model the cache is given up and nothing is copied.
+    """
+    del seed
+    *others, cache, start = jax.tree.map(jnp.copy, operands)
+    return *others, cache[: spec.B * spec.T], jnp.zeros_like(start)
+
+
+def _input_products(spec: inputs_specs.MlaInputsSpec, operands: Any) -> list[Product]:
+    del operands
+    return [Product(spec.N, spec.B * spec.T, spec.U, spec.C)]
 
 
 OPS: dict[str, Op] = {
@@ -159,4 +182,9 @@ OPS: dict[str, Op] = {
         bytes_read=_expert_bytes,
         products=_expert_products,
     ),
+    "norm_linear": Op(norm_linear, linear_specs.SPECS),
+    "mla_inputs": Op(
+        mla_inputs, inputs_specs.SPECS, variant=_small_cache, products=_input_products
+    ),
+    "choose_experts": Op(choose_experts, router_specs.SPECS),
 }

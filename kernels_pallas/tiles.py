@@ -62,6 +62,18 @@ class ExpertTiles(NamedTuple):
     """Sorted rows of one expert; 0 where every expert runs over all tokens of the call."""
 
 
+class LinearTiles(NamedTuple):
+    """One block of a product of few rows: `columns` outputs, `inputs` contracted at a time.
+
+    Inputs are given for 2-byte values.
+    """
+
+    columns: int
+    inputs: int
+    num_warps: int
+    num_stages: int
+
+
 class ChipTiles(NamedTuple):
     """Every kernel's tiles on one chip."""
 
@@ -80,6 +92,9 @@ class ChipTiles(NamedTuple):
     gate_up_sorted: ExpertTiles
     """For many tokens; both sorted kernels share the first one's rows."""
     down_sorted: ExpertTiles
+    norm_linear: LinearTiles
+    absorb: LinearTiles
+    """Of the queries' absorption."""
 
 
 BATCH_TOKENS = 17

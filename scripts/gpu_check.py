@@ -268,13 +268,15 @@ def time_op(
         "us": micro(own.seconds),
         "spread": round(own.spread, 3),
         "calls": own.calls,
-        "mb_read": round(num_bytes / 1e6, 3),
+        "mb_read": round(num_bytes / 1e6, 6),
         "gflop": round(sum(p.flops for p in products) / 1e9, 3),
     }
     if bandwidth:
         row["us_copy_roof"] = micro(num_bytes / bandwidth)
         row["of_copy_roof"] = round(num_bytes / bandwidth / own.seconds, 3)
     del variants
+    if not products:
+        return row | {"us_dense": None, "dense_not_run": "the op has no product"}
     try:
         dense = timing.dense_seconds(
             products,

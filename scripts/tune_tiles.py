@@ -58,6 +58,10 @@ _SORTED: tuple[Group, ...] = (
     {"columns": (32, 64, 128), "inputs": (64, 128, 256)},
     {"num_warps": (4, 8), "num_stages": (2, 3, 4)},
 )
+_LINEAR: tuple[Group, ...] = (
+    {"columns": (16, 32, 64, 128), "inputs": (64, 128, 256, 512)},
+    {"num_warps": (2, 4, 8), "num_stages": (1, 2, 3, 4)},
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +106,8 @@ FORMS = (
     # Its rows are the down kernel's too.
     Form("gate_up_sorted", "expert_ffn", "kimi-prefill", ({"rows": (16, 32, 64)}, *_SORTED)),
     Form("down_sorted", "expert_ffn", "kimi-prefill", _SORTED),
+    Form("norm_linear", "norm_linear", "kimi-attention", _LINEAR),
+    Form("absorb", "mla_inputs", "kimi-verify", _LINEAR),
 )
 
 

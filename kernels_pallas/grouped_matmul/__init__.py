@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 from kernels_pallas import dispatch, tiles
 from kernels_pallas.grouped_matmul import reference
 from kernels_pallas.grouped_matmul.reference import ExpertWeights as ExpertWeights
+from kernels_pallas.grouped_matmul.reference import SharedExpert as SharedExpert
 from kernels_pallas.grouped_matmul.reference import num_experts as num_experts
 
 
@@ -17,6 +18,7 @@ def expert_ffn(
     experts: ExpertWeights,
     expert_ids: Int[Array, "T A"],
     combine_f32: Float[Array, "T A"],
+    shared: SharedExpert | None = None,
     *,
     implementation: dispatch.Implementation | None = None,
 ) -> Float[Array, "T D"]:
@@ -25,12 +27,12 @@ def expert_ffn(
     Raises:
         ImplementationError: the one named cannot run; the message says why.
     """
-    operands = x, experts, expert_ids, combine_f32
+    operands = x, experts, expert_ids, combine_f32, shared
 
     def obstacle() -> str | None:
         from kernels_pallas.grouped_matmul import pallas_triton
 
-        return pallas_triton.obstacle(x, experts)
+        return pallas_triton.obstacle(x, experts, shared)
 
     choice = dispatch.choose("expert_ffn", implementation, obstacle)
     if not choice.is_kernel:

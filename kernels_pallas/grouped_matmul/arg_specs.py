@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kernels_pallas.grouped_matmul.layout import GROUP_SIZE, Int4Weight
-from kernels_pallas.grouped_matmul.reference import ExpertWeights
+from kernels_pallas.grouped_matmul.reference import ExpertWeights, SharedExpert
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +25,8 @@ class ExpertSpec:
     A: int = 8
     dtype: str = "bfloat16"
     scale_dtype: str = "bfloat16"
+    shared: int = 0
+    """Width of the shared expert; 0 for none."""
 
     def shapes(self) -> tuple:
         """Operands in the op's order."""
@@ -41,7 +43,15 @@ class ExpertSpec:
             ExpertWeights(weight(D, F), weight(D, F), weight(F, D)),
             struct((self.T, self.A), jnp.dtype(jnp.int32)),
             struct((self.T, self.A), jnp.dtype(jnp.float32)),
+            self._shared(),
         )
+
+    def _shared(self) -> SharedExpert | None:
+        if not self.shared:
+            return None
+        struct, dtype = jax.ShapeDtypeStruct, jnp.dtype(self.dtype)
+        hidden = struct((self.T, self.shared), dtype)
+        return SharedExpert(hidden, hidden, struct((self.shared, self.D), dtype))  # type: ignore[arg-type]
 
     def operands(self, seed: int = 0) -> tuple:
         """Normal tokens, every nibble, distinct experts a token, shares that sum to about A/2.
@@ -56,24 +66,34 @@ class ExpertSpec:
             scale = usual * (0.5 + rng.random(struct.scale.shape, np.float32))
             return Int4Weight(packed, scale.astype(struct.scale.dtype))  # type: ignore[arg-type]
 
-        x, experts, ids, combine = self.shapes()
+        def normal(struct: jax.ShapeDtypeStruct, scale: float = 1.0) -> np.ndarray:
+            return (scale * rng.standard_normal(struct.shape, np.float32)).astype(struct.dtype)
+
+        x, experts, ids, combine, shared = self.shapes()
         choices = [rng.permutation(self.E)[: self.A] for _ in range(self.T)]
         return (
             rng.normal(size=x.shape).astype(np.float32).astype(x.dtype),
             ExpertWeights(*map(weight, experts)),
             np.stack(choices).astype(ids.dtype),
             rng.random(combine.shape, combine.dtype),
+            None
+            if shared is None
+            else SharedExpert(
+                normal(shared.gate),
+                normal(shared.up),
+                normal(shared.down_proj, self.shared**-0.5),  # type: ignore[arg-type]
+            ),
         )
 
 
 SPECS = {
-    "kimi-step": ExpertSpec(T=1),
-    "kimi-verify": ExpertSpec(T=4),
-    "kimi-verify-8": ExpertSpec(T=8),
-    "kimi-batch": ExpertSpec(T=64),
-    "kimi-prefill": ExpertSpec(T=512),
+    "kimi-step": ExpertSpec(T=1, shared=256),
+    "kimi-verify": ExpertSpec(T=4, shared=256),
+    "kimi-verify-8": ExpertSpec(T=8, shared=256),
+    "kimi-batch": ExpertSpec(T=64, shared=256),
+    "kimi-prefill": ExpertSpec(T=512, shared=256),
     "tiny-step": ExpertSpec(T=1, E=16, D=256, F=256, A=4, dtype="float32", scale_dtype="float32"),
-    "tiny-verify": ExpertSpec(T=4, E=16, D=256, F=256, A=4),
-    "tiny-sharded": ExpertSpec(T=5, E=16, D=256, F=32, A=4, dtype="float32"),
-    "tiny-prefill": ExpertSpec(T=128, E=16, D=256, F=256, A=4, dtype="float32"),
+    "tiny-verify": ExpertSpec(T=4, E=16, D=256, F=256, A=4, shared=256),
+    "tiny-sharded": ExpertSpec(T=5, E=16, D=256, F=32, A=4, dtype="float32", shared=96),
+    "tiny-prefill": ExpertSpec(T=128, E=16, D=256, F=256, A=4, dtype="float32", shared=32),
 }

@@ -3,6 +3,7 @@
     gate_up:  hidden[p, t] = silu(gate_e x[t]) * (up_e x[t]),   e = expert_ids[t, a] of pair p
     down:     out[t] = sum_p share[t, e] * down_e hidden[p, t],   share[t, e] = sum_a combine[t, a]
 
+where there is a shared expert, down adds its last product too, of its activation made there.
 Few tokens are neither moved nor sorted. A pair works only if it is the first with its expert, and
 then for all T tokens at once, so that tokens that share an expert share one read of it; the sum of
 down runs in a fixed order and never depends on timing. Many tokens are sorted into tiles of one
@@ -23,23 +24,36 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas.grouped_matmul.layout import GROUP_SIZE, Int4Weight
-from kernels_pallas.grouped_matmul.reference import ExpertWeight, ExpertWeights, num_experts
-from kernels_pallas.kernel_ops import matmul, next_power_of_two
+from kernels_pallas.grouped_matmul.reference import (
+    ExpertWeight,
+    ExpertWeights,
+    SharedExpert,
+    num_experts,
+    shared_ffn,
+)
+from kernels_pallas.kernel_ops import (
+    FEWEST_ROWS,
+    largest_power_of_two_in,
+    matmul,
+    next_power_of_two,
+)
 from kernels_pallas.tiles import ExpertTiles
 
 FEW_TOKENS = 64
 """Up to here an expert runs over all tokens of the call; beyond, pairs are sorted by expert."""
 
-FEWEST_ROWS = 16
-"""Rows of a tensor core's tile: fewer tokens are padded with rows that are not read."""
-
 FEWEST_COLUMNS = 16
+
+SHARED_INPUTS = 64
+"""Inputs of the shared expert's last product taken at a time: little shared memory for little."""
 
 MOST_BYTES = 1 << 31
 """Of one packed array: beyond, the lowering's 32-bit offsets into 1-byte arrays are in doubt."""
 
 
-def obstacle(x: Float[Array, "T D"], experts: ExpertWeights) -> str | None:
+def obstacle(
+    x: Float[Array, "T D"], experts: ExpertWeights, shared: SharedExpert | None
+) -> str | None:
     """Why the kernels cannot take these operands; None if they can."""
     if not all(isinstance(weight, Int4Weight) for weight in experts):
         return "the expert weights are floating point, and the kernels read INT4"
@@ -51,6 +65,8 @@ def obstacle(x: Float[Array, "T D"], experts: ExpertWeights) -> str | None:
             return f"{weight.packed.size} bytes of packed weights pass 32-bit offsets"
         if weight.packed.shape[2] % FEWEST_COLUMNS:
             return f"a width of {weight.packed.shape[2]} is no multiple of {FEWEST_COLUMNS}"
+    if shared is not None and shared.gate.shape[1] % FEWEST_COLUMNS:
+        return f"a shared expert {shared.gate.shape[1]} wide is no multiple of {FEWEST_COLUMNS}"
     return None
 
 
@@ -60,6 +76,7 @@ def few_tokens(
     experts: ExpertWeights,
     expert_ids: Int[Array, "T A"],
     combine_f32: Float[Array, "T A"],
+    shared: SharedExpert | None = None,
     *,
     gate_up: ExpertTiles,
     down: ExpertTiles,
@@ -88,14 +105,21 @@ def few_tokens(
     tiles = _fitted(down, F, D)
     return pl.pallas_call(
         functools.partial(_down_kernel, tiles=tiles, interpret=interpret),
-        out_shape=jax.ShapeDtypeStruct((T, D), jnp.float32),
+        out_shape=jax.ShapeDtypeStruct((T, D), x.dtype),
         grid=(D // tiles.columns,),
         compiler_params=plgpu.CompilerParams(
             num_warps=tiles.num_warps, num_stages=tiles.num_stages
         ),
         interpret=interpret,
         name="experts_down",
-    )(ids, combine_f32, is_used, hidden.reshape(num_pairs, T, F // 2, 2), *down_weight)
+    )(
+        ids,
+        combine_f32,
+        is_used,
+        hidden.reshape(num_pairs, T, F // 2, 2),
+        *down_weight,
+        *(() if shared is None else shared),
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("gate_up", "down", "interpret"))
@@ -104,6 +128,7 @@ def many_tokens(
     experts: ExpertWeights,
     expert_ids: Int[Array, "T A"],
     combine_f32: Float[Array, "T A"],
+    shared: SharedExpert | None = None,
     *,
     gate_up: ExpertTiles,
     down: ExpertTiles,
@@ -139,7 +164,8 @@ def many_tokens(
     # Rows of absent pairs were never written.
     is_here = ((expert_ids >= 0) & (expert_ids < E))[:, :, None]
     y = jnp.where(is_here, y.reshape(T, A, D), 0.0)
-    return jnp.sum(combine_f32[:, :, None] * y, axis=1)
+    out = jnp.sum(combine_f32[:, :, None] * y, axis=1).astype(x.dtype)
+    return out if shared is None else out + shared_ffn(shared)
 
 
 def _row_tiles(
@@ -304,9 +330,9 @@ def _product_of_tile(
 
 
 def _down_kernel(
-    ids_ref, combine_ref, is_used_ref, hidden_ref, packed_ref, scale_ref, out_ref,
-    *, tiles, interpret,
+    ids_ref, combine_ref, is_used_ref, hidden_ref, packed_ref, scale_ref, *refs, tiles, interpret,
 ):  # fmt: skip
+    *shared_refs, out_ref = refs
     part = pl.program_id(0)
     T, A = ids_ref.shape
     num_pairs, _, half_inputs, _ = hidden_ref.shape
@@ -329,7 +355,8 @@ def _down_kernel(
 
     def add(i, acc):
         # Masked loads rather than a condition around them: those are fetched ahead of their use.
-        pair, step = (i, i32(0)) if steps == 1 else (jax.lax.div(i, i32(steps)), i & (steps - 1))
+        pair = jax.lax.div(i, i32(steps))
+        step = i - pair * steps
         is_used = is_used_ref[pair] != 0
         expert = jnp.where(
             is_used, ids_ref[jax.lax.div(pair, i32(A)), jax.lax.rem(pair, i32(A))], 0
@@ -348,8 +375,34 @@ def _down_kernel(
         )
         return acc + share[:, None] * y
 
-    acc = jax.lax.fori_loop(i32(0), end * steps, add, jnp.zeros((M, tiles.columns), jnp.float32))
-    plgpu.store(out_ref.at[pl.ds(zero, M), columns], acc, mask=jnp.broadcast_to(is_row, acc.shape))
+    acc = jnp.zeros((M, tiles.columns), jnp.float32)
+    if shared_refs:
+        acc = _shared_product(*shared_refs, acc, pl.ds(zero, M), is_row, columns, interpret)
+    acc = jax.lax.fori_loop(i32(0), end * steps, add, acc)
+    plgpu.store(
+        out_ref.at[pl.ds(zero, M), columns],
+        acc.astype(out_ref.dtype),
+        mask=jnp.broadcast_to(is_row, acc.shape),
+    )
+
+
+def _shared_product(gate_ref, up_ref, down_ref, acc, rows, is_row, columns, interpret):
+    """acc and the shared expert's columns of these rows."""
+    F = gate_ref.shape[1]
+    inputs = min(SHARED_INPUTS, largest_power_of_two_in(F))
+
+    def add(i, acc):
+        here = pl.ds(i * inputs, inputs)
+        mask = jnp.broadcast_to(is_row, (is_row.shape[0], inputs))
+        gate, up = (
+            plgpu.load(ref.at[rows, here], mask=mask, other=jnp.zeros((), ref.dtype))
+            for ref in (gate_ref, up_ref)
+        )
+        gate_f32 = gate.astype(jnp.float32)
+        hidden = (gate_f32 * jax.nn.sigmoid(gate_f32) * up.astype(jnp.float32)).astype(gate.dtype)
+        return acc + matmul(hidden, down_ref[here, columns].astype(gate.dtype), interpret)
+
+    return jax.lax.fori_loop(0, F // inputs, add, acc)
 
 
 def _num_rows(T: int) -> int:

@@ -2,10 +2,11 @@
 
     out[t] = sum_a combine[t, a] * down_e(silu(gate_e x[t]) * up_e x[t]),   e = expert_ids[t, a]
 
-Weights are either floating point or INT4 in the kernel layout. An expert no token chose costs
-nothing, nor does a pair whose id lies outside 0..E-1 (padding, or an expert of another device);
-small experts are an exception (`_one_token`). Of few tokens, an expert runs over the one that chose
-it, or over all if several did; many tokens are sorted into blocks of one expert each.
+and, where there is a shared expert, down(silu(gate[t]) * up[t]) of it besides. Weights are either
+floating point or INT4 in the kernel layout. An expert no token chose costs nothing, nor does a pair
+whose id lies outside 0..E-1 (padding, or an expert of another device); small experts are an
+exception (`_one_token`). Of few tokens, an expert runs over the one that chose it, or over all if
+several did; many tokens are sorted into blocks of one expert each.
 """
 
 import functools
@@ -19,6 +20,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas.grouped_matmul.layout import GROUP_SIZE, Int4Weight, nibble_planes
+from kernels_pallas.norm_linear.reference import linear
 
 FEW_TOKENS = 16
 """Up to here an expert of several tokens runs over all of them; beyond, tokens are sorted."""
@@ -47,16 +49,34 @@ class ExpertWeights(NamedTuple):
     down_proj: ExpertWeight
 
 
+class SharedExpert(NamedTuple):
+    """The expert every token takes: its two first products of the tokens, and its last matrix."""
+
+    gate: Float[Array, "T F"]
+    up: Float[Array, "T F"]
+    down_proj: Float[Array, "F D"]
+
+
 def expert_ffn(
     x: Float[Array, "T D"],
     experts: ExpertWeights,
     expert_ids: Int[Array, "T A"],
     combine_f32: Float[Array, "T A"],
+    shared: SharedExpert | None = None,
 ) -> Float[Array, "T D"]:
-    """Weighted sum of the chosen experts' outputs, in float32; differentiable for float weights."""
-    if isinstance(experts.gate_proj, Int4Weight):
-        return _by_count(x, experts, expert_ids, combine_f32)
-    return _differentiable(x, experts, expert_ids, combine_f32)
+    """Weighted sum of the experts' outputs, added up in float32, in x's dtype.
+
+    Differentiable where the weights are floating point.
+    """
+    is_packed = isinstance(experts.gate_proj, Int4Weight)
+    run = _by_count if is_packed else _differentiable
+    out = run(x, experts, expert_ids, combine_f32).astype(x.dtype)
+    return out if shared is None else out + shared_ffn(shared)
+
+
+def shared_ffn(shared: SharedExpert) -> Float[Array, "T D"]:
+    """The shared expert's part, in the dtype of its products."""
+    return linear(jax.nn.silu(shared.gate) * shared.up, shared.down_proj)
 
 
 def num_experts(experts: ExpertWeights) -> int:

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from kernels_pallas.mla_inputs.reference import write_rows as write_rows
 from kimi_jax.axes import pytree_dataclass
 from kimi_jax.config import ModelConfig
 from kimi_jax.model.layers import take_rows
@@ -33,22 +34,6 @@ class LatentCache:
         """The same rows with `capacity` slots each, the new ones zero."""
 
         return LatentCache(layers=tuple(grow_rows(x, batch, capacity) for x in self.layers))
-
-
-def write_rows(
-    cache: Float[Array, "BS *row"], rows: Float[Array, "B T *row"], start: Int[Array, " B"]
-) -> Float[Array, "BS *row"]:
-    """The cache with each batch row's T new rows in slots start..start+T.
-
-    `start + T` must not pass the capacity: it would reach into the next row's slots.
-    """
-    B = rows.shape[0]
-    S = cache.shape[0] // B
-    rows = rows.astype(cache.dtype)
-    for b in range(B):
-        first = start[b] + b * S
-        cache = jax.lax.dynamic_update_slice_in_dim(cache, rows[b], first, axis=0)
-    return cache
 
 
 def move_rows(

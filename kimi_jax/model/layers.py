@@ -1,4 +1,4 @@
-"""What every block is made of: weights with named axes, linear products, RMSNorm, the gated MLP."""
+"""What every block is made of: weights with named axes, and the gated MLP."""
 
 import math
 
@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from kernels_pallas.norm_linear.reference import linear as linear
+from kernels_pallas.norm_linear.reference import rms_norm as rms_norm
 from kimi_jax.axes import Rules
 
 
@@ -42,20 +44,6 @@ def gain(axes: str, width: int, dtype: jnp.dtype) -> nnx.Param:
     return nnx.Param(jnp.ones((width,), dtype), axes=axes)
 
 
-def linear(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """x [..., in] times kernel [in, *out], accumulated in float32, in x's dtype."""
-    flat = kernel.reshape(kernel.shape[0], -1).astype(x.dtype)
-    out = jnp.matmul(x, flat, preferred_element_type=jnp.float32).astype(x.dtype)
-    return out.reshape(*x.shape[:-1], *kernel.shape[1:])
-
-
-def rms_norm(x: Float[Array, "*B D"], scale: Float[Array, " D"], eps: float) -> jax.Array:
-    """x / sqrt(mean(x^2) + eps) in float32, cast back, then times the gain."""
-    x_f32 = x.astype(jnp.float32)
-    variance = jnp.mean(jnp.square(x_f32), axis=-1, keepdims=True)
-    return (x_f32 * jax.lax.rsqrt(variance + eps)).astype(x.dtype) * scale.astype(x.dtype)
-
-
 class Mlp(nnx.Module):
     """Weights of a gated feed-forward layer."""
 
@@ -65,17 +53,18 @@ class Mlp(nnx.Module):
         self.down_proj = weight(rngs, "F D", (F, D), dtype, F)
 
 
-def partial_mlp(mlp: Mlp, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-    """This device's part of down(silu(gate x) * up x), to be summed over "F"."""
-    gate = linear(x, mlp.gate_proj[...])
-    up = linear(x, mlp.up_proj[...])
-    return linear(jax.nn.silu(gate) * up, mlp.down_proj[...])
-
-
 def mlp_layer(mlp: Mlp, x: Float[Array, "B T D"], rules: Rules) -> Float[Array, "B T D"]:
     """The dense feed-forward layer: down(silu(gate x) * up x)."""
+    gate, up = linear(x, mlp.gate_proj[...]), linear(x, mlp.up_proj[...])
+    return gated_linear(mlp, gate, up, rules)
+
+
+def gated_linear(
+    mlp: Mlp, gate: Float[Array, "B T F"], up: Float[Array, "B T F"], rules: Rules
+) -> Float[Array, "B T D"]:
+    """The rest of the layer once its two first products are taken: down(silu(gate) * up)."""
     with jax.named_scope("mlp"):
-        return rules.sum(partial_mlp(mlp, x), "F")
+        return rules.sum(linear(jax.nn.silu(gate) * up, mlp.down_proj[...]), "F")
 
 
 def take_rows(table: Float[Array, "X *row"], at: Int[Array, "B T"]) -> Float[Array, "B T *row"]:

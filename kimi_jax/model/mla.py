@@ -18,6 +18,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas.mla_attention import mla_attention
+from kernels_pallas.mla_inputs import mla_inputs
+from kernels_pallas.mla_inputs.reference import latent_rows, per_head
+from kernels_pallas.norm_linear import norm_linear
 from kimi_jax.axes import Rules
 from kimi_jax.config import ModelConfig
 from kimi_jax.model import rope
@@ -45,6 +48,13 @@ class Attention(nnx.Module):
         self.o_proj = weight(rngs, "N H D", (N, H, D), dtype, N * H)
 
 
+class Compressed(NamedTuple):
+    """A call's two first products: what queries are made from, and what the cache keeps."""
+
+    q_a: Float[Array, "B T Q"]
+    kv_a: Float[Array, "B T CR"]
+
+
 class Projected(NamedTuple):
     """A call's queries, and the rows its tokens leave in the cache."""
 
@@ -53,47 +63,65 @@ class Projected(NamedTuple):
     rows: Float[Array, "B T CR"]
 
 
+def input_kernels(attn: Attention) -> tuple[Float[Array, "D _"], ...]:
+    """Matrices whose products with the layer's input make `Compressed`, in order."""
+    return attn.q_a_proj[...], attn.kv_a_proj_with_mqa[...]
+
+
+def compress(attn: Attention, x: Float[Array, "B T width"]) -> Compressed:
+    """The two first products of an input that is normalised already."""
+    return Compressed(*(linear(x, kernel) for kernel in input_kernels(attn)))
+
+
 def project(
-    attn: Attention, cfg: ModelConfig, x: Float[Array, "B T width"], cos: jax.Array, sin: jax.Array
+    attn: Attention, cfg: ModelConfig, inputs: Compressed, cos: jax.Array, sin: jax.Array
 ) -> Projected:
     """Queries of this device's heads and the tokens' latent rows, RoPE applied to both."""
-    U, C = cfg.qk_nope_head_dim, cfg.kv_lora_rank
-    q_latent = rms_norm(linear(x, attn.q_a_proj[...]), attn.q_a_layernorm[...], cfg.latent_norm_eps)
-    q = linear(q_latent, attn.q_b_proj[...])
-    kv = linear(x, attn.kv_a_proj_with_mqa[...])
-    latent = rms_norm(kv[..., :C], attn.kv_a_layernorm[...], cfg.latent_norm_eps)
-    k_rope = rope.rotate(kv[..., C:], cos, sin)
+    U, eps = cfg.qk_nope_head_dim, cfg.latent_norm_eps
+    q = linear(rms_norm(inputs.q_a, attn.q_a_layernorm[...], eps), attn.q_b_proj[...])
     return Projected(
         q_nope=q[..., :U],
         q_rope=rope.rotate(q[..., U:], cos, sin),
-        rows=jnp.concatenate([latent, k_rope], axis=-1),
+        rows=latent_rows(inputs.kv_a, attn.kv_a_layernorm[...], cos, sin, eps=eps),
     )
 
 
 def attend_absorbed(
     attn: Attention,
     cfg: ModelConfig,
-    queries: Projected,
+    inputs: Compressed,
     cache: Float[Array, "BS CR"],
     positions: Int[Array, "B T"],
+    angles: tuple[jax.Array, jax.Array],
     tree: TreeRows | None = None,
-) -> Float[Array, "B T N H"]:
-    """Attention over slots 0..position, the heads' key and value maps folded into q and out.
+) -> tuple[Float[Array, "B T N H"], Float[Array, "BS CR"]]:
+    """Attention over slots 0..position, the heads' key and value maps folded into q and out; and
+    the cache with the tokens' rows.
 
     Rows of a draft tree see what `tree` says instead.
     """
-    dtype = queries.q_nope.dtype
-    w_uk, w_uv = attn.kv_b_proj_k[...].astype(dtype), attn.kv_b_proj_v[...].astype(dtype)
-    q_latent = _per_head(queries.q_nope, w_uk)
+    eps, w_q = cfg.latent_norm_eps, attn.q_b_proj[...]
+    flat = w_q.reshape(w_q.shape[0], -1)
+    q = norm_linear(inputs.q_a, None, attn.q_a_layernorm[...], (flat,), eps=eps).products[0]
+    q_latent, q_rope, cache = mla_inputs(
+        q.reshape(*q.shape[:2], *w_q.shape[1:]),
+        inputs.kv_a,
+        attn.kv_a_layernorm[...],
+        attn.kv_b_proj_k[...],
+        *angles,
+        cache,
+        positions[:, 0] if tree is None else tree.start,
+        eps=eps,
+    )
     context = mla_attention(
         q_latent,
-        queries.q_rope,
+        q_rope,
         cache,
         positions if tree is None else tree.last,
         scale=cfg.softmax_scale,
         tree_mask=None if tree is None else tree.mask,
     )
-    return _per_head(context, w_uv)
+    return per_head(context, attn.kv_b_proj_v[...].astype(context.dtype)), cache
 
 
 def attend_naive(
@@ -143,7 +171,7 @@ def attend_naive_blocked(
 def attention_layer(
     attn: Attention,
     cfg: ModelConfig,
-    x: Float[Array, "B T width"],
+    inputs: Compressed,
     cache: Float[Array, "BS CR"] | None,
     positions: Int[Array, "B T"],
     angles: tuple[jax.Array, jax.Array],
@@ -155,42 +183,32 @@ def attention_layer(
 ) -> tuple[Float[Array, "B T D"], Float[Array, "BS CR"] | None]:
     """One attention layer and the cache with its tokens' rows written.
 
-    The input is as wide as the layer's weights want it (a drafter's is twice the model's width).
-
     Without a cache the T tokens are a whole sequence: causal, naive, differentiable; or several,
     one after the other, where `first` gives the place of each token's first, and not differentiable
     then. Rows of a draft tree are written and see as `tree` says; they are never a prefill.
     """
     with jax.named_scope("mla"):
-        queries = project(attn, cfg, x, *angles)
         assert tree is None or (cache is not None and not is_prefill)
         assert first is None or cache is None
-        if cache is None and first is not None:
-            places = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), positions.shape)
-            rows = queries.rows.reshape(-1, queries.rows.shape[-1])
-            out = attend_naive_blocked(attn, cfg, queries, rows, places, first)
-        elif cache is None:
-            visible = positions[:, :, None] >= positions[:, None, :]
-            out = attend_naive(attn, cfg, queries, queries.rows, visible)
+        if cache is not None and not is_prefill:
+            out, cache = attend_absorbed(attn, cfg, inputs, cache, positions, angles, tree)
         else:
-            start = positions[:, 0] if tree is None else tree.start
-            cache = write_rows(cache, queries.rows, start)
-            if is_prefill:
+            queries = project(attn, cfg, inputs, *angles)
+            if cache is not None:
+                cache = write_rows(cache, queries.rows, positions[:, 0])
                 out = attend_naive_blocked(attn, cfg, queries, cache, positions)
+            elif first is not None:
+                places = jnp.arange(positions.shape[1], dtype=jnp.int32)
+                places = jnp.broadcast_to(places, positions.shape)
+                rows = queries.rows.reshape(-1, queries.rows.shape[-1])
+                out = attend_naive_blocked(attn, cfg, queries, rows, places, first)
             else:
-                out = attend_absorbed(attn, cfg, queries, cache, positions, tree)
+                visible = positions[:, :, None] >= positions[:, None, :]
+                out = attend_naive(attn, cfg, queries, queries.rows, visible)
         flat = out.reshape(*out.shape[:2], -1)
         o_proj = attn.o_proj[...]
         y = linear(flat, o_proj.reshape(-1, o_proj.shape[-1]))
         return rules.sum(y, "N"), cache
-
-
-def _per_head(x: Float[Array, "B T N X"], w: Float[Array, "N X Y"]) -> Float[Array, "B T N Y"]:
-    """Each head's own product. Heads lead the batched product: XLA:CPU is 10x slower otherwise."""
-    B, T, N, X = x.shape
-    heads_first = x.reshape(B * T, N, X).swapaxes(0, 1)
-    out = jnp.matmul(heads_first, w, preferred_element_type=jnp.float32).astype(x.dtype)
-    return out.swapaxes(0, 1).reshape(B, T, N, -1)
 
 
 def _heads_first(queries: Projected) -> Float[Array, "B N T UR"]:

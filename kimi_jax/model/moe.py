@@ -1,8 +1,6 @@
-"""Mixture of experts: the sigmoid router and the sum of routed and shared experts.
+"""Mixture of experts: the sum of the experts the router chose and the shared one.
 
-DeepSeek-V3 (arXiv 2412.19437, section 2.1.2): scores are sigmoids; a bias balances the load by
-entering the choice of experts and nothing else; the chosen scores, without the bias, are normalised
-and scaled. Everything the router decides with is float32.
+Everything the router decides with is float32 (`kernels_pallas/router/reference.py` says how).
 """
 
 from typing import NamedTuple
@@ -10,13 +8,15 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
-from kernels_pallas.grouped_matmul import ExpertWeights, expert_ffn, num_experts
+from kernels_pallas.dispatch import Implementation
+from kernels_pallas.grouped_matmul import ExpertWeights, SharedExpert, expert_ffn, num_experts
 from kernels_pallas.grouped_matmul.layout import GROUP_SIZE, Int4Weight
+from kernels_pallas.router import Choosing, Routing, choose_experts
 from kimi_jax.axes import Rules
 from kimi_jax.config import ModelConfig
-from kimi_jax.model.layers import Keys, Mlp, partial_mlp, weight
+from kimi_jax.model.layers import Keys, Mlp, weight
 
 
 class Int4Linear(nnx.Module):
@@ -62,50 +62,52 @@ class Moe(nnx.Module):
             self.shared_experts = Mlp(D, shared_width, dtype=dtype, rngs=rngs)
 
 
-class Routing(NamedTuple):
-    """Each token's experts (the lower id first among equals) and their shares of its output."""
+class MoeInputs(NamedTuple):
+    """What a layer takes of its tokens: themselves, the router's logits, and the shared expert's
+    two first products (None where there is none)."""
 
-    expert_ids: Int[Array, "T A"]
-    combine_f32: Float[Array, "T A"]
-
-
-def route(
-    x: Float[Array, "T D"],
-    gate: Float[Array, "D E"],
-    bias_f32: Float[Array, " E"],
-    cfg: ModelConfig,
-) -> Routing:
-    """Top experts by sigmoid score plus bias; shares from the scores alone."""
-    f32 = jnp.float32
-    # HIGHEST: the default precision rounds float32 operands on accelerators.
-    logits_f32 = jnp.matmul(x.astype(f32), gate.astype(f32), precision=jax.lax.Precision.HIGHEST)
-    scores_f32 = jax.nn.sigmoid(logits_f32)
-    choice_f32 = _best_groups(scores_f32 + bias_f32, cfg)
-    _, ids = jax.lax.top_k(choice_f32, cfg.num_experts_per_tok)
-    shares_f32 = jnp.take_along_axis(scores_f32, ids, axis=-1)
-    if cfg.norm_topk_prob:
-        shares_f32 = shares_f32 / (jnp.sum(shares_f32, axis=-1, keepdims=True) + 1e-20)
-    return Routing(ids, shares_f32 * cfg.routed_scaling_factor)
+    x: Float[Array, "B T D"]
+    logits_f32: Float[Array, "B T E"]
+    gate: Float[Array, "B T F"] | None = None
+    up: Float[Array, "B T F"] | None = None
 
 
-def _best_groups(choice_f32: Float[Array, "T E"], cfg: ModelConfig) -> Float[Array, "T E"]:
-    """Experts outside the best `topk_group` groups cannot be chosen (-inf, even below zero)."""
-    if cfg.n_group == 1:
-        return choice_f32
-    T = choice_f32.shape[0]
-    grouped = choice_f32.reshape(T, cfg.n_group, -1)
-    best_two, _ = jax.lax.top_k(grouped, 2)
-    _, kept = jax.lax.top_k(jnp.sum(best_two, axis=-1), cfg.topk_group)
-    keep = jnp.any(jax.nn.one_hot(kept, cfg.n_group, dtype=jnp.bool_), axis=1)
-    return jnp.where(keep[:, :, None], grouped, -jnp.inf).reshape(choice_f32.shape)
+class InputKernels(NamedTuple):
+    """Matrices whose products with x make `MoeInputs`, in order, and the products' dtypes."""
+
+    kernels: tuple[Float[Array, "D _"], ...]
+    dtypes: tuple[jnp.dtype, ...]
+
+
+def input_kernels(moe: Moe, dtype: jnp.dtype) -> InputKernels:
+    """Of tokens of this dtype; the router's product is float32."""
+    f32 = jnp.dtype(jnp.float32)
+    shared = getattr(moe, "shared_experts", None)
+    if shared is None:
+        return InputKernels((moe.gate[...],), (f32,))
+    kernels = moe.gate[...], shared.gate_proj[...], shared.up_proj[...]
+    return InputKernels(kernels, (f32, dtype, dtype))
+
+
+def choosing(cfg: ModelConfig) -> Choosing:
+    """How this model chooses experts."""
+    return Choosing(
+        num_experts_per_tok=cfg.num_experts_per_tok,
+        n_group=cfg.n_group,
+        topk_group=cfg.topk_group,
+        norm_topk_prob=cfg.norm_topk_prob,
+        routed_scaling_factor=cfg.routed_scaling_factor,
+    )
 
 
 def moe_layer(
     moe: Moe,
     cfg: ModelConfig,
-    x: Float[Array, "B T D"],
+    inputs: MoeInputs,
     is_real: Bool[Array, "B T"] | None,
     rules: Rules,
+    *,
+    router_implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "B T D"], Routing]:
     """Shared expert plus the share-weighted routed experts; padding tokens choose no expert.
 
@@ -113,21 +115,25 @@ def moe_layer(
     expert; one sum over devices completes both.
     """
     with jax.named_scope("moe"):
-        B, T, D = x.shape
-        flat = x.reshape(B * T, D)
-        bias_f32 = moe.e_score_correction_bias[...]
-        routing = route(flat, moe.gate[...], bias_f32, cfg)
+        B, T, D = inputs.x.shape
+        x, logits_f32 = (a.reshape(B * T, -1) for a in inputs[:2])
+        real = None if is_real is None else is_real.reshape(-1)
+        routing = choose_experts(
+            logits_f32,
+            moe.e_score_correction_bias[...],
+            real,
+            choosing(cfg),
+            implementation=router_implementation,
+        )
         experts = moe.experts.arrays()
-        E_local = num_experts(experts)
-        # Ids of experts held elsewhere fall outside 0..E_local-1, and so do those of padding.
-        ids = routing.expert_ids - rules.shard_index("E") * E_local
-        if is_real is not None:
-            ids = jnp.where(is_real.reshape(-1, 1), ids, -1)
-        out_f32 = expert_ffn(flat, experts, ids, routing.combine_f32)
-        out = out_f32.astype(x.dtype).reshape(B, T, D)
-        if cfg.n_shared_experts:
-            out = out + partial_mlp(moe.shared_experts, x)
-        return rules.sum(out, "E F"), routing
+        # Ids of experts held elsewhere fall outside 0..E_local-1.
+        ids = routing.expert_ids - rules.shard_index("E") * num_experts(experts)
+        shared = None
+        if inputs.gate is not None and inputs.up is not None:
+            gate, up = (a.reshape(B * T, -1) for a in (inputs.gate, inputs.up))
+            shared = SharedExpert(gate, up, moe.shared_experts.down_proj[...])
+        out = expert_ffn(x, experts, ids, routing.combine_f32, shared)
+        return rules.sum(out.reshape(B, T, D), "E F"), routing
 
 
 def _array(weight: nnx.Param | Int4Linear) -> jax.Array | Int4Weight:

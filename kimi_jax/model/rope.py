@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from kernels_pallas.mla_inputs.reference import rotate as rotate
 from kimi_jax.config import RopeConfig, yarn_mscale
 
 
@@ -38,15 +39,3 @@ def cos_sin(
     angles = positions.astype(jnp.float32)[..., None] * inverse_frequencies(rope, width)
     m = yarn_mscale(rope.factor, rope.mscale) / yarn_mscale(rope.factor, rope.mscale_all_dim)
     return jnp.cos(angles) * m, jnp.sin(angles) * m
-
-
-def rotate(
-    x: Float[Array, "B T *N R"], cos: Float[Array, "B T half"], sin: Float[Array, "B T half"]
-) -> Float[Array, "B T *N R"]:
-    """Rotates each interleaved pair by its angle, in float32; same dtype and layout as x."""
-    even = x[..., 0::2].astype(jnp.float32)
-    odd = x[..., 1::2].astype(jnp.float32)
-    if x.ndim == 4:
-        cos, sin = cos[:, :, None], sin[:, :, None]
-    out = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1)
-    return out.reshape(x.shape).astype(x.dtype)

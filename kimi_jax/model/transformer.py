@@ -5,14 +5,18 @@ the residual stream *entering* a layer; tap `num_hidden_layers` is the stream af
 before the final norm.
 """
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from kernels_pallas.norm_linear import norm_linear
 from kimi_jax.axes import WHOLE, Rules, pytree_dataclass
 from kimi_jax.config import ModelConfig
-from kimi_jax.model import rope
+from kimi_jax.model import mla, moe, rope
 from kimi_jax.model.attention import TreeRows
 from kimi_jax.model.cache import LatentCache
 from kimi_jax.model.layers import (
@@ -20,13 +24,13 @@ from kimi_jax.model.layers import (
     KeySequence,
     Mlp,
     gain,
-    mlp_layer,
+    gated_linear,
     rms_norm,
     take_rows,
     weight,
 )
-from kimi_jax.model.mla import Attention, attention_layer
-from kimi_jax.model.moe import Moe, Routing, moe_layer
+from kimi_jax.model.mla import Attention, Compressed, attention_layer
+from kimi_jax.model.moe import Moe, MoeInputs, Routing, moe_layer
 
 
 class Block(nnx.Module):
@@ -114,12 +118,18 @@ def forward(
     x = embed(model.embed_tokens[...], tokens, rules).astype(model.norm[...].dtype)
     angles = rope.cos_sin(positions, cfg.rope, cfg.qk_rope_head_dim)
 
-    def run_block(block: Block, x: jax.Array, layer_cache: jax.Array | None):
-        h = rms_norm(x, block.input_layernorm[...], cfg.rms_norm_eps)
+    # Without a cache this has to be differentiable, and kernels are not.
+    implementation = "xla" if cache is None else None
+    # What a layer adds to the stream is added where the next norm is taken, in one op.
+    norm = functools.partial(norm_linear, eps=cfg.rms_norm_eps, implementation=implementation)
+
+    def run_block(block: Block, x: jax.Array, added: jax.Array | None, layer_cache: Any):
+        attn, mlp = block.self_attn, block.mlp
+        x, _, products = norm(x, added, block.input_layernorm[...], mla.input_kernels(attn))
         attended, layer_cache = attention_layer(
-            block.self_attn,
+            attn,
             cfg,
-            h,
+            Compressed(*products),
             layer_cache,
             positions,
             angles,
@@ -128,26 +138,34 @@ def forward(
             tree=tree,
             first=first,
         )
-        x = x + attended
-        h = rms_norm(x, block.post_attention_layernorm[...], cfg.rms_norm_eps)
-        if isinstance(block.mlp, Moe):
-            out, routing = moe_layer(block.mlp, cfg, h, is_real, rules)
-            return x + out, layer_cache, routing
-        return x + mlp_layer(block.mlp, h, rules), layer_cache, None
+        gain = block.post_attention_layernorm[...]
+        if isinstance(mlp, Moe):
+            kernels, dtypes = moe.input_kernels(mlp, x.dtype)
+            after, h, products = norm(x, attended, gain, kernels, dtypes=dtypes)
+            inputs = MoeInputs(h, *products)
+            out, routing = moe_layer(
+                mlp, cfg, inputs, is_real, rules, router_implementation=implementation
+            )
+        else:
+            kernels = mlp.gate_proj[...], mlp.up_proj[...]
+            after, _, products = norm(x, attended, gain, kernels)
+            out, routing = gated_linear(mlp, *products, rules), None
+        return x, after, out, layer_cache, routing
 
     if remat:
         run_block = nnx.remat(run_block)
+    added = None
     entering = {}
     cache_layers = []
     routings = []
     for i, block in enumerate(model.layers):
-        entering[i] = x
         layer_cache = None if cache is None else cache.layers[i]
         with jax.named_scope(f"layer_{i}"):
-            x, layer_cache, routing = run_block(block, x, layer_cache)
+            entering[i], x, added, layer_cache, routing = run_block(block, x, added, layer_cache)
         cache_layers.append(layer_cache)
         if routing is not None:
             routings.append(routing)
+    x = x if added is None else x + added
     entering[cfg.num_hidden_layers] = x
     return Forward(
         hidden=x,

@@ -28,7 +28,7 @@ from kimi_jax.model import rope, transformer
 from kimi_jax.model.attention import TreeRows, attend_blocked
 from kimi_jax.model.cache import write_rows
 from kimi_jax.model.layers import Keys, KeySequence, Mlp, gain, linear, mlp_layer, rms_norm, weight
-from kimi_jax.model.mla import Attention, attention_layer
+from kimi_jax.model.mla import Attention, attention_layer, compress
 from kimi_jax.model.transformer import Kimi
 from spec.eagle3.config import DrafterConfig
 
@@ -177,7 +177,7 @@ def forward(
             attended, rows = attention_layer(
                 attn,
                 cfg.mla,
-                pair,
+                compress(attn, pair),
                 cache[0],
                 positions,
                 angles,

@@ -88,7 +88,7 @@ def _heads(
         return heads, cfg.head_dim**-0.5
     assert cfg.mla is not None
     angles = rope.cos_sin(positions, cfg.rope, cfg.mla.qk_rope_head_dim)
-    projected = mla.project(attn, cfg.mla, x, *angles)
+    projected = mla.project(attn, cfg.mla, mla.compress(attn, x), *angles)
     k, v = mla.expand(attn, cfg.mla, projected.rows)
     q = jnp.concatenate([projected.q_nope, projected.q_rope], axis=-1).swapaxes(1, 2)
     return Heads(q, k.swapaxes(2, 3), v), cfg.mla.softmax_scale

@@ -31,7 +31,7 @@ def dense(weight: Int4Weight, dtype) -> np.ndarray:
     return (q * scale).astype(dtype).astype(np.float64)
 
 
-def oracle(x, experts, ids, combine) -> np.ndarray:
+def oracle(x, experts, ids, combine, shared=None) -> np.ndarray:
     E = experts.down_proj.packed.shape[0]
     used = sorted({int(e) for e in ids.reshape(-1) if 0 <= e < E})
     rows = np.asarray(x).astype(np.float64)
@@ -43,13 +43,16 @@ def oracle(x, experts, ids, combine) -> np.ndarray:
         share = np.where(ids == e, combine, 0.0).astype(np.float64).sum(1)
         g = rows @ gate
         out += share[:, None] * ((g / (1 + np.exp(-g)) * (rows @ up)) @ down)
+    if shared is not None:
+        g, up, down = (np.asarray(a).astype(np.float64) for a in shared)
+        out += (g / (1 + np.exp(-g)) * up) @ down
     return out
 
 
 def check(arrays, assert_close_to_scale):
     dtype = str(arrays[0].dtype)
     out = run(*arrays, implementation="interpret")
-    assert out.dtype == jnp.float32
+    assert out.dtype == dtype
     exact = oracle(*arrays)
     assert_close_to_scale(out, exact, TOLERANCE[dtype])
     plain = np.asarray(run(*arrays, implementation="xla"), np.float64)
@@ -80,7 +83,7 @@ FORMS = [
 
 @pytest.mark.parametrize("form", FORMS)
 def test_choices_of_every_kind(form, assert_close_to_scale):
-    x, experts, ids, combine = SMALL.operands()
+    x, experts, ids, combine, _ = SMALL.operands()
     absent = ids.copy()
     absent[0], absent[1, 0], absent[2, 2] = -1, 5, 10**6
     twice = ids.copy()
@@ -95,7 +98,7 @@ def test_choices_of_every_kind(form, assert_close_to_scale):
 @pytest.mark.parametrize("form", FORMS)
 def test_experts_no_token_chose_are_never_read(form):
     """Their scales are nan, which no weight of zero would hide."""
-    x, experts, _, combine = SMALL.operands()
+    x, experts, _, combine, _ = SMALL.operands()
     ids = np.resize(np.array([1, 2, 4, -1, 5], np.int32), combine.shape)
     spoilt = []
     for packed, scale in experts:
@@ -108,7 +111,7 @@ def test_experts_no_token_chose_are_never_read(form):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_extreme_nibbles_and_zero_scales(form, assert_close_to_scale):
-    x, experts, ids, combine = SMALL.operands()
+    x, experts, ids, combine, _ = SMALL.operands()
     for byte in (0x00, 0xFF, 0x0F, 0xF0):
         extreme = ExpertWeights(*(Int4Weight(np.full_like(p, byte), s) for p, s in experts))
         exact = oracle(x, extreme, ids, combine)
@@ -120,7 +123,7 @@ def test_extreme_nibbles_and_zero_scales(form, assert_close_to_scale):
 def test_many_tokens_equal_few_at_tile_ends(assert_close_to_scale):
     """Groups of one tile, of one row more, of one row, and of none."""
     spec = dataclasses.replace(SMALL, T=40)
-    x, experts, ids, combine = spec.operands()
+    x, experts, ids, combine, _ = spec.operands()
     ids = np.full_like(ids, -1)
     ids[:16, 0], ids[:17, 1], ids[0, 2] = 1, 2, 4
     exact = oracle(x, experts, ids, combine)
@@ -134,7 +137,7 @@ def test_drawn_shapes(data):
     T, E, A = (data.draw(st.integers(1, most), label=x) for x, most in zip("TEA", (20, 6, 5)))  # noqa: B905
     D, F = (32 * data.draw(st.integers(1, 3), label=x) for x in "DF")
     spec = ExpertSpec(T=T, E=max(E, A), D=D, F=F, A=A, dtype="float32")
-    x, experts, ids, combine = spec.operands(data.draw(st.integers(0, 1000), label="seed"))
+    x, experts, ids, combine, _ = spec.operands(data.draw(st.integers(0, 1000), label="seed"))
     ids = np.where(np.random.default_rng(0).random(ids.shape) < 0.3, -1, ids).astype(np.int32)
     exact = oracle(x, experts, ids, combine)
     form = data.draw(st.sampled_from([f.values[0] for f in FORMS]), label="form")

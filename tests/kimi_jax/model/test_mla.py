@@ -55,11 +55,14 @@ def _layer(attn, cfg, x, cache, start, form):
 def _flat_layer(attn, cfg, x, cache, start, form):
     positions = positions_from(start, x.shape[1])
     angles = rope.cos_sin(positions, cfg.rope, cfg.qk_rope_head_dim)
+    inputs = mla.compress(attn, x)
     if form != "naive":
         is_prefill = form == "blocked"
-        return attention_layer(attn, cfg, x, cache, positions, angles, WHOLE, is_prefill=is_prefill)
+        return attention_layer(
+            attn, cfg, inputs, cache, positions, angles, WHOLE, is_prefill=is_prefill
+        )
     # Over the cache, which the layer itself never does: a mask in place of blocks.
-    queries = mla.project(attn, cfg, x, *angles)
+    queries = mla.project(attn, cfg, inputs, *angles)
     cache = write_rows(cache, queries.rows, positions[:, 0])
     rows = cache.reshape(len(x), -1, cache.shape[-1])
     visible = jnp.arange(rows.shape[1], dtype=jnp.int32) <= positions[:, :, None]

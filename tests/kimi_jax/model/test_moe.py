@@ -1,6 +1,7 @@
 """The router against the numpy oracle, and the layer it feeds."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +10,30 @@ import oracles
 import pytest
 from flax import nnx
 
+from kernels_pallas.norm_linear.reference import product
+from kernels_pallas.router import choose_experts
 from kimi_jax.axes import WHOLE
-from kimi_jax.model.moe import Moe, moe_layer, route
+from kimi_jax.model.moe import Moe, MoeInputs, choosing, input_kernels, moe_layer
 
 F32 = jnp.dtype("float32")
 
+
+def route(x, gate, bias, cfg):
+    return choose_experts(product(x, gate, F32), bias, None, choosing(cfg))
+
+
 jit_route = jax.jit(route, static_argnames="cfg")
-run_layer = jax.jit(lambda *args: moe_layer(*args, WHOLE), static_argnums=1)
+
+
+def inputs_of(moe: Moe, x) -> MoeInputs:
+    """What the layer takes of tokens that are normalised already."""
+    kernels = input_kernels(moe, x.dtype)
+    return MoeInputs(x, *(product(x, *each) for each in zip(*kernels, strict=True)))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def run_layer(moe, cfg, x, is_real):
+    return moe_layer(moe, cfg, inputs_of(moe, x), is_real, WHOLE)
 
 
 @pytest.fixture
@@ -178,13 +196,15 @@ def test_padding_chooses_no_expert(tiny, moe, B, T, assert_close):
     x = layer_input(B, T)
     whole, routing = run_layer(moe, tiny, x, jnp.ones((B, T), bool))
     ids = np.asarray(routing.expert_ids)
+    assert (ids >= 0).all()
     is_real = np.isin(np.arange(B * T), (1, 2))
     unused = np.setdiff1d(np.arange(8), ids[is_real])
     assert B * T == 1 or len(np.intersect1d(unused, ids))
     poisoned = nnx.clone(moe)
     for weight in (poisoned.experts.gate_proj, poisoned.experts.down_proj):
         weight[...] = weight[...].at[unused].set(jnp.nan)
-    masked, _ = run_layer(poisoned, tiny, x, jnp.asarray(is_real.reshape(B, T)))
+    masked, routing = run_layer(poisoned, tiny, x, jnp.asarray(is_real.reshape(B, T)))
+    np.testing.assert_array_equal(np.asarray(routing.expert_ids)[~is_real], -1)
     masked, whole = (np.asarray(y).reshape(B * T, 64) for y in (masked, whole))
     assert np.isfinite(masked).all()
     # The same products; sums may be ordered otherwise.

@@ -10,10 +10,11 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from kernels_pallas.norm_linear.reference import product
 from kimi_jax.axes import WHOLE
 from kimi_jax.config import QuantizationConfig
 from kimi_jax.model.cache import LatentCache
-from kimi_jax.model.moe import Moe, moe_layer
+from kimi_jax.model.moe import Moe, MoeInputs, input_kernels, moe_layer
 from kimi_jax.model.transformer import forward, logits
 from kimi_jax.runtime.mesh import RULES, make_mesh
 
@@ -116,7 +117,9 @@ def compare_layers(cfg, moe, mesh, x, assert_close_to_scale):
     graph, state = nnx.split(moe)
 
     def run(state, x, is_real, rules):
-        return moe_layer(nnx.merge(graph, state), cfg, x, is_real, rules)
+        moe = nnx.merge(graph, state)
+        products = [product(x, *each) for each in zip(*input_kernels(moe, x.dtype), strict=True)]
+        return moe_layer(moe, cfg, MoeInputs(x, *products), is_real, rules)
 
     is_real = jnp.arange(x.shape[1])[None] < jnp.full((x.shape[0], 1), x.shape[1] - 1)
     one, routing = jax.jit(lambda *args: run(*args, WHOLE))(state, x, is_real)
@@ -141,6 +144,7 @@ def test_moe_2_ties_choose_the_lower_experts_on_eight_devices(
     moe = fill_module(lambda: Moe(tiny, dtype=F32, rngs=shape_rngs()), seed=5)
     moe.gate[...] = jnp.zeros_like(moe.gate[...])
     moe.e_score_correction_bias[...] = jnp.asarray([0, 1, 0, 0, 0, 0, 1, 0], jnp.float32)
-    x = jnp.asarray(np.random.default_rng(6).normal(size=(7, 1, 64)).astype(np.float32))
+    x = jnp.asarray(np.random.default_rng(6).normal(size=(7, 2, 64)).astype(np.float32))
     routing = compare_layers(tiny, moe, {"expert": 8}, x, assert_close_to_scale)
-    np.testing.assert_array_equal(routing.expert_ids, [[1, 6, 0]] * 7)
+    # The second of each row is padding.
+    np.testing.assert_array_equal(routing.expert_ids, [[1, 6, 0], [-1, -1, -1]] * 7)

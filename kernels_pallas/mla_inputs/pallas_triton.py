@@ -1,0 +1,176 @@
+"""`mla_inputs` in one launch: blocks that absorb a head's queries, and one that writes a row's
+cache slots.
+
+A head's first block rotates the head's queries too. Pairs of a rotation are read as the two planes
+of a view of the same memory, since the lowering cannot take every second value of what it loaded.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float, Int
+
+from kernels_pallas.kernel_ops import (
+    FEWEST_ROWS,
+    is_power_of_two,
+    largest_power_of_two_in,
+    matmul,
+    next_power_of_two,
+    rows_to_load,
+)
+from kernels_pallas.mla_inputs.reference import MlaInputs
+from kernels_pallas.tiles import LinearTiles
+
+MOST_ROWS = 64
+"""Beyond, XLA's own products are the better ones: weights are then read once for many rows."""
+
+
+def obstacle(
+    q: Float[Array, "B T N UR"], w_uk: Float[Array, "N U C"], cache: Float[Array, "BS CR"]
+) -> str | None:
+    """Why the kernel cannot take these operands; None if it can."""
+    B, T = q.shape[:2]
+    U, C = w_uk.shape[1:]
+    R = q.shape[-1] - U
+    if B * T > MOST_ROWS:
+        return f"{B * T} rows, and the kernel is for at most {MOST_ROWS}"
+    if not all(is_power_of_two(width) and width >= 16 for width in (U, C, R)):
+        return f"the widths {U} of a head, {C} and {R} of a row must be powers of two from 16 on"
+    for name, dtype in (("queries", q.dtype), ("cache", cache.dtype)):
+        if dtype not in (jnp.bfloat16, jnp.float32):
+            return f"the {name} are {dtype}, and the kernel takes bfloat16 and float32"
+    return None
+
+
+@functools.partial(jax.jit, static_argnames=("eps", "tiles", "interpret"))
+def mla_inputs(
+    q: Float[Array, "B T N UR"],
+    kv: Float[Array, "B T CR"],
+    gain: Float[Array, " C"],
+    w_uk: Float[Array, "N U C"],
+    cos: Float[Array, "B T half"],
+    sin: Float[Array, "B T half"],
+    cache: Float[Array, "BS CR"],
+    start: Int[Array, " B"],
+    *,
+    eps: float,
+    tiles: LinearTiles,
+    interpret: bool = False,
+) -> MlaInputs:
+    """What the reference of this name says, on operands without an `obstacle`."""
+    B, T, N, UR = q.shape
+    U, C = w_uk.shape[1:]
+    rows, R = B * T, UR - U
+    columns = min(tiles.columns, largest_power_of_two_in(C))
+    q, kv = q.reshape(rows, N, UR), kv.reshape(rows, C + R)
+    struct = jax.ShapeDtypeStruct
+    operands = (
+        q,
+        q.reshape(rows, N, UR // 2, 2),
+        kv,
+        kv.reshape(rows, (C + R) // 2, 2),
+        gain,
+        w_uk,
+        cos.reshape(rows, R // 2),
+        sin.reshape(rows, R // 2),
+        start.astype(jnp.int32),
+        cache,
+    )
+    q_latent, q_rope, cache = pl.pallas_call(
+        functools.partial(
+            _kernel,
+            T=T,
+            U=U,
+            columns=columns,
+            inputs=min(tiles.inputs, U),
+            eps=eps,
+            interpret=interpret,
+        ),
+        out_shape=(
+            struct((rows, N, C), q.dtype),
+            struct((rows, N, R), q.dtype),
+            struct(cache.shape, cache.dtype),
+        ),
+        grid=(N * (C // columns) + B,),
+        input_output_aliases={len(operands) - 1: 2},
+        compiler_params=plgpu.CompilerParams(
+            num_warps=tiles.num_warps, num_stages=tiles.num_stages
+        ),
+        interpret=interpret,
+        name="mla_inputs",
+    )(*operands)
+    return MlaInputs(q_latent.reshape(B, T, N, C), q_rope.reshape(B, T, N, R), cache)
+
+
+def _kernel(
+    q_ref, q_pairs_ref, kv_ref, kv_pairs_ref, gain_ref, w_uk_ref, cos_ref, sin_ref, start_ref,
+    _, q_latent_ref, q_rope_ref, cache_ref, *, T, U, columns, inputs, eps, interpret,
+):  # fmt: skip
+    part = pl.program_id(0)
+    num_rows, N, C = q_latent_ref.shape
+    half = cos_ref.shape[1]
+    parts_a_head = C // columns
+    head = jax.lax.div(part, jnp.int32(parts_a_head))
+    place = part - head * parts_a_head
+    f32 = jnp.float32
+
+    def load(ref, *index, rows, mask):
+        width = index[-1].size if isinstance(index[-1], pl.Slice) else index[-2].size
+        mask = jnp.broadcast_to(mask[:, None], (mask.shape[0], width))
+        return plgpu.load(ref.at[(rows, *index)], mask=mask, other=0.0)
+
+    def rotated(ref, *index, rows, mask):
+        first, dtype = index[-1], ref.dtype
+        pair = pl.ds(first // 2, half)
+        even, odd = (
+            load(ref, *index[:-1], pair, jnp.int32(plane), rows=rows, mask=mask).astype(f32)
+            for plane in range(2)
+        )
+        every = pl.ds(0, half)
+        cos = load(cos_ref, every, rows=rows, mask=mask)
+        sin = load(sin_ref, every, rows=rows, mask=mask)
+        turned = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1)
+        return turned.reshape(mask.shape[0], 2 * half).astype(dtype)
+
+    @pl.when(head < N)
+    def _():
+        M = max(FEWEST_ROWS, next_power_of_two(num_rows))
+        rows, is_row = rows_to_load(M, num_rows, part)
+        own = pl.ds(place * columns, columns)
+
+        def add(i, acc):
+            here = pl.ds(i * inputs, inputs)
+            x = load(q_ref, head, here, rows=rows, mask=is_row)
+            return acc + matmul(x, w_uk_ref[head, here, own].astype(x.dtype), interpret)
+
+        acc = jax.lax.fori_loop(0, U // inputs, add, jnp.zeros((M, columns), f32))
+        mask = jnp.broadcast_to(is_row[:, None], acc.shape)
+        plgpu.store(q_latent_ref.at[rows, head, own], acc.astype(q_latent_ref.dtype), mask=mask)
+
+        @pl.when(place == 0)
+        def _():
+            turned = rotated(q_pairs_ref, head, U, rows=rows, mask=is_row)
+            mask = jnp.broadcast_to(is_row[:, None], turned.shape)
+            plgpu.store(q_rope_ref.at[rows, head, pl.ds(0, 2 * half)], turned, mask=mask)
+
+    @pl.when(head >= N)
+    def _():
+        b = part - N * parts_a_head
+        S = cache_ref.shape[0] // start_ref.shape[0]
+        M = next_power_of_two(T)
+        is_token = part * 0 + jnp.arange(M, dtype=jnp.int32) < T
+        tokens = pl.ds(b * T, M)
+        latent, every = pl.ds(0, C), pl.ds(0, C)
+        c_f32 = load(kv_ref, latent, rows=tokens, mask=is_token).astype(f32)
+        factor = jax.lax.rsqrt(jnp.sum(c_f32 * c_f32, axis=1) / C + eps)
+        # As the reference rounds: before the gain, and again to the cache's type.
+        normed = (c_f32 * factor[:, None]).astype(kv_ref.dtype)
+        normed = normed * gain_ref[every].astype(kv_ref.dtype)[None, :]
+        turned = rotated(kv_pairs_ref, C, rows=tokens, mask=is_token)
+        slots = pl.ds(b * S + start_ref[b], M)
+        for value, at in ((normed, latent), (turned, pl.ds(C, 2 * half))):
+            mask = jnp.broadcast_to(is_token[:, None], value.shape)
+            plgpu.store(cache_ref.at[slots, at], value.astype(cache_ref.dtype), mask=mask)

@@ -1,0 +1,187 @@
+"""`norm_linear` of few rows in one kernel: every block makes the norm it needs by itself.
+
+The products of all matrices share a grid, so that none is stacked beside another in memory. Since
+one factor scales a whole row of h, a block multiplies with x' * gain and scales the result:
+
+    y = (x' * gain) W / sqrt(mean(x'^2) + eps)
+
+which takes one pass over the row. One block more for each row writes x' and h.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array, Float
+
+from kernels_pallas.kernel_ops import (
+    FEWEST_ROWS,
+    largest_power_of_two_in,
+    matmul,
+    next_power_of_two,
+    rows_to_load,
+)
+from kernels_pallas.norm_linear.reference import Normed
+from kernels_pallas.tiles import LinearTiles
+
+MOST_ROWS = 64
+"""Beyond, XLA's own products are the better ones: weights are then read once for many rows."""
+
+ROW_PIECE = 1024
+"""Values of a row written at a time."""
+
+FEWEST_INPUTS = 16
+
+
+def obstacle(x: Float[Array, "*B D"], kernels: tuple[Float[Array, "D _"], ...]) -> str | None:
+    """Why the kernel cannot take these operands; None if it can."""
+    D = x.shape[-1]
+    rows = x.size // D
+    if rows > MOST_ROWS:
+        return f"{rows} rows, and the kernel is for at most {MOST_ROWS}"
+    if x.dtype not in (jnp.bfloat16, jnp.float32):
+        return f"the stream is {x.dtype}, and the kernel takes bfloat16 and float32"
+    if largest_power_of_two_in(D) < FEWEST_INPUTS:
+        return f"a width of {D} is no multiple of {FEWEST_INPUTS}"
+    for kernel in kernels:
+        if largest_power_of_two_in(kernel.shape[1]) < FEWEST_INPUTS:
+            return f"a product {kernel.shape[1]} wide is no multiple of {FEWEST_INPUTS}"
+    return None
+
+
+@functools.partial(jax.jit, static_argnames=("eps", "dtypes", "tiles", "interpret"))
+def norm_linear(
+    x: Float[Array, "*B D"],
+    delta: Float[Array, "*B D"] | None,
+    gain: Float[Array, " D"],
+    kernels: tuple[Float[Array, "D _"], ...],
+    *,
+    eps: float,
+    dtypes: tuple[jnp.dtype, ...],
+    tiles: LinearTiles,
+    interpret: bool = False,
+) -> Normed:
+    """What the reference of this name says, on operands without an `obstacle`."""
+    *lead, D = x.shape
+    rows = x.size // D
+    flat = [a.reshape(rows, D) for a in (x, delta) if a is not None]
+    columns = [min(tiles.columns, largest_power_of_two_in(k.shape[1])) for k in kernels]
+    blocks = [k.shape[1] // c for k, c in zip(kernels, columns, strict=True)]
+    widest = max((jnp.result_type(x.dtype, k.dtype).itemsize for k in kernels), default=2)
+    # Tiles are given for 2-byte values; wider ones take as much shared memory with half as many.
+    inputs = min(tiles.inputs * 2 // widest, largest_power_of_two_in(D))
+    struct = jax.ShapeDtypeStruct
+    streams = [struct((rows, D), x.dtype)] * len(flat)  # x' only where it is not x itself
+    outs = pl.pallas_call(
+        functools.partial(
+            _kernel,
+            num_streams=len(flat),
+            columns=columns,
+            blocks=blocks,
+            inputs=inputs,
+            eps=eps,
+            interpret=interpret,
+        ),
+        out_shape=(
+            *streams,
+            *(struct((rows, k.shape[1]), d) for k, d in zip(kernels, dtypes, strict=True)),
+        ),
+        grid=(sum(blocks) + rows,),
+        compiler_params=plgpu.CompilerParams(
+            num_warps=tiles.num_warps, num_stages=tiles.num_stages
+        ),
+        interpret=interpret,
+        name="norm_linear",
+    )(*flat, gain, *kernels)
+    outs = [out.reshape(*lead, out.shape[-1]) for out in outs]
+    h, products = outs[len(flat) - 1], outs[len(flat) :]
+    return Normed(x if delta is None else outs[0], h, tuple(products))
+
+
+def _kernel(*refs, num_streams, columns, blocks, inputs, eps, interpret):
+    num = len(columns)
+    stream_refs, gain_ref, refs = refs[:num_streams], refs[num_streams], refs[num_streams + 1 :]
+    kernel_refs, row_refs, out_refs = refs[:num], refs[num : num + num_streams], refs[-num:]
+    part = pl.program_id(0)
+    D = gain_ref.shape[0]
+    first = 0
+    for kernel_ref, out_ref, width, count in zip(
+        kernel_refs, out_refs, columns, blocks, strict=True
+    ):
+        pl.when((part >= first) & (part < first + count))(
+            functools.partial(
+                _product,
+                stream_refs,
+                gain_ref,
+                kernel_ref,
+                out_ref,
+                part - first,
+                width,
+                inputs,
+                eps,
+                interpret,
+            )
+        )
+        first += count
+    pl.when(part >= first)(
+        functools.partial(_write_row, stream_refs, gain_ref, row_refs, part - first, D, eps)
+    )
+
+
+def _product(stream_refs, gain_ref, kernel_ref, out_ref, block, width, inputs, eps, interpret):
+    num_rows, D = stream_refs[0].shape
+    M = max(FEWEST_ROWS, next_power_of_two(num_rows))
+    f32, dtype = jnp.float32, jnp.result_type(stream_refs[0].dtype, kernel_ref.dtype)
+    rows, is_row = rows_to_load(M, num_rows, block)
+    columns = pl.ds(block * width, width)
+
+    def add(i, carry):
+        acc, squares = carry
+        here = pl.ds(i * inputs, inputs)
+        mask = jnp.broadcast_to(is_row[:, None], (M, inputs))
+        x = [plgpu.load(ref.at[rows, here], mask=mask, other=0.0) for ref in stream_refs]
+        x_f32 = _sum(x).astype(f32)
+        scaled = x_f32 * gain_ref[here].astype(f32)[None, :]
+        weights = kernel_ref[here, columns].astype(dtype)
+        acc = acc + matmul(scaled.astype(dtype), weights, interpret)
+        return acc, squares + jnp.sum(x_f32 * x_f32, axis=1)
+
+    init = jnp.zeros((M, width), f32), jnp.zeros((M,), f32)
+    acc, squares = jax.lax.fori_loop(0, D // inputs, add, init)
+    y = acc * jax.lax.rsqrt(squares / D + eps)[:, None]
+    mask = jnp.broadcast_to(is_row[:, None], y.shape)
+    plgpu.store(out_ref.at[rows, columns], y.astype(out_ref.dtype), mask=mask)
+
+
+def _write_row(stream_refs, gain_ref, row_refs, row, D, eps):
+    piece = min(ROW_PIECE, largest_power_of_two_in(D))
+    f32, dtype = jnp.float32, stream_refs[0].dtype
+
+    def load(i):
+        here = pl.ds(i * piece, piece)
+        return here, _sum([ref[row, here] for ref in stream_refs])
+
+    def add(i, squares):
+        x_f32 = load(i)[1].astype(f32)
+        return squares + x_f32 * x_f32
+
+    squares = jax.lax.fori_loop(0, D // piece, add, jnp.zeros((piece,), f32))
+    factor = jax.lax.rsqrt(jnp.sum(squares) / D + eps)
+
+    def write(i, carry):
+        here, x = load(i)
+        for ref in row_refs[:-1]:
+            ref[row, here] = x
+        # As the reference rounds.
+        h = (x.astype(f32) * factor).astype(dtype) * gain_ref[here].astype(dtype)
+        row_refs[-1][row, here] = h
+        return carry
+
+    jax.lax.fori_loop(0, D // piece, write, 0)
+
+
+def _sum(parts):
+    """The residual sum, rounded as the stream is kept."""
+    return parts[0] if len(parts) == 1 else parts[0] + parts[1]

@@ -1,0 +1,99 @@
+"""The norm-and-products kernel, interpreted, against the plain form and against float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels_pallas.norm_linear import norm_linear, pallas_triton
+from kernels_pallas.norm_linear.arg_specs import SPECS, NormLinearSpec
+from kernels_pallas.tiles import LinearTiles
+
+# float32: sums of at most 7168 terms in another order. bfloat16 keeps 8 bits: the kernel rounds
+# x' * gain where the reference rounds the norm and its product with the gain.
+TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
+
+run = jax.jit(norm_linear, static_argnames=("eps", "dtypes", "implementation"))
+
+
+def oracle(x, delta, gain, kernels, *, eps, dtypes):
+    """The stream as it is kept, the norm and the products in float64."""
+    del dtypes
+    x = x if delta is None else (x.astype(np.float32) + delta.astype(np.float32)).astype(x.dtype)
+    wide = np.asarray(x).astype(np.float64)
+    h = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + eps) * gain.astype(np.float64)
+    return x, h, [h @ kernel.astype(np.float64) for kernel in kernels]
+
+
+def check(out, operands, options, assert_close_to_scale):
+    dtype = str(operands[0].dtype)
+    x, h, products = oracle(*operands, **options)
+    np.testing.assert_array_equal(out.x, x)
+    assert_close_to_scale(out.h, h, TOLERANCE[dtype])
+    assert out.x.dtype == out.h.dtype == operands[0].dtype
+    for ours, exact, wanted in zip(out.products, products, options["dtypes"], strict=True):
+        assert ours.dtype == wanted
+        assert_close_to_scale(ours, exact, TOLERANCE[dtype])
+
+
+# Interpreted, every block copies its operands: real widths are run with fewer columns.
+INTERPRETED = {
+    **{name: spec for name, spec in SPECS.items() if name.startswith("tiny")},
+    "kimi-moe": NormLinearSpec(T=4, D=7168, widths=(64, 32, 32), exact=1),
+    "kimi-queries": NormLinearSpec(T=1, D=1536, widths=(192,), has_delta=False),
+}
+
+
+@pytest.mark.parametrize("name", INTERPRETED)
+@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+def test_named_shapes(name, implementation, assert_close_to_scale):
+    spec = INTERPRETED[name]
+    operands = spec.operands()
+    out = run(*operands, **spec.options, implementation=implementation)
+    check(out, operands, spec.options, assert_close_to_scale)
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    T=st.integers(1, 64),
+    D=st.sampled_from([16, 48, 96, 256]),
+    widths=st.lists(st.sampled_from([16, 32, 48, 80]), min_size=1, max_size=3),
+    has_delta=st.booleans(),
+    exact=st.integers(0, 1),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+    seed=st.integers(0, 9),
+)
+def test_any_size(assert_close_to_scale, T, D, widths, has_delta, exact, dtype, seed):
+    spec = NormLinearSpec(T, D, tuple(widths), has_delta, exact, dtype)
+    operands = spec.operands(seed)
+    out = run(*operands, **spec.options, implementation="interpret")
+    check(out, operands, spec.options, assert_close_to_scale)
+
+
+def test_rows_do_not_depend_on_one_another():
+    """A verification's rows are those of the plain step: exactly, or greedy replies would part."""
+    spec = SPECS["tiny-moe"]
+    operands = spec.operands()
+    tiles = LinearTiles(columns=16, inputs=32, num_warps=4, num_stages=1)
+    form = functools.partial(pallas_triton.norm_linear, **spec.options, tiles=tiles, interpret=True)
+    together = form(*operands)
+    x, delta, gain, kernels = operands
+    for t in range(spec.T):
+        alone = form(x[t : t + 1], delta[t : t + 1], gain, kernels)
+        for one, all_ in zip(jax.tree.leaves(alone), jax.tree.leaves(together), strict=True):
+            np.testing.assert_array_equal(one[0], all_[t])
+
+
+def test_what_the_kernel_does_not_take_is_named():
+    gain, kernel = jnp.ones(64), jnp.ones((64, 32))
+    for x, width, words in [
+        (jnp.ones((65, 64)), kernel, "65 rows"),
+        (jnp.ones((2, 64), jnp.float16), kernel, "float16"),
+        (jnp.ones((2, 64)), jnp.ones((64, 24)), "24 wide"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            norm_linear(x, None, gain, (width,), eps=1e-5, implementation="interpret")
