@@ -65,7 +65,7 @@ class ExpertTiles(NamedTuple):
 class LinearTiles(NamedTuple):
     """One block of a product of few rows: `columns` outputs, `inputs` contracted at a time.
 
-    Inputs are given for 2-byte values.
+    Inputs are given for 2-byte values and at most 16 rows.
     """
 
     columns: int
@@ -168,8 +168,13 @@ def chip_tiles(target: Target) -> ChipTiles:
     tried = _tried.get()
     if tried is not None:
         return tried
-    capability = target.capability or min(CHIPS)
-    return CHIPS[max((c for c in CHIPS if c <= capability), default=min(CHIPS))]
+    return row_of(CHIPS, target)
+
+
+def row_of(chips: Mapping[tuple[int, int], ChipTiles], target: Target) -> ChipTiles:
+    """The newest row that is not newer than the chip; else the oldest."""
+    capability = target.capability or min(chips)
+    return chips[max((c for c in chips if c <= capability), default=min(chips))]
 
 
 def mla_tiles(target: Target, num_rows: int, cache_dtype: jnp.dtype) -> MlaTiles:

@@ -52,11 +52,8 @@ from tqdm import tqdm  # noqa: E402
 
 from kernels_pallas import compile_only, dispatch  # noqa: E402
 from kernels_pallas.compile_only import HARDWARE, NoCudaPlugin, Program, device_bytes  # noqa: E402
-from kernels_pallas.grouped_matmul import arg_specs as expert_specs  # noqa: E402
-from kernels_pallas.grouped_matmul import expert_ffn  # noqa: E402
 from kernels_pallas.launch_list import Launch, count_kinds  # noqa: E402
-from kernels_pallas.mla_attention import arg_specs as mla_specs  # noqa: E402
-from kernels_pallas.mla_attention import mla_attention_with_lse  # noqa: E402
+from kernels_pallas.registry import OPS  # noqa: E402
 from kimi_jax.config import ModelConfig  # noqa: E402
 from kimi_jax.model.transformer import Kimi  # noqa: E402
 from kimi_jax.published import K25, K25_EAGLE3  # noqa: E402
@@ -78,27 +75,6 @@ from spec.tree import Chain  # noqa: E402
 PROGRAMS = ("step", "verify", "cycle", "prefill")
 MOST_ROWS = 64
 DTYPE = jnp.dtype(jnp.bfloat16)
-
-SCALE = 0.1
-"""Of the scores: it does not change what is compiled."""
-
-
-def _attend(q_latent: Any, q_rope: Any, cache: Any, last: Any, tree_mask: Any = None) -> Any:
-    return mla_attention_with_lse(
-        q_latent,
-        q_rope,
-        cache,
-        last,
-        scale=SCALE,
-        tree_mask=tree_mask,
-        implementation="triton",
-    )
-
-
-OPS: dict[str, tuple[Callable, dict[str, Any]]] = {
-    "mla_attention": (_attend, mla_specs.SPECS),
-    "expert_ffn": (functools.partial(expert_ffn, implementation="triton"), expert_specs.SPECS),
-}
 
 
 def main() -> None:
@@ -506,8 +482,11 @@ def _line(launch: Launch, program: Program) -> str:
 
 def compile_kernels(op: str, spec: str, hardware: str) -> Program:
     """One op at one named shape, compiled for one GPU."""
-    function, specs = OPS[op]
-    return compile_only.compile_for(hardware, function, specs[spec].shapes())
+
+    def run(operands: Any) -> Any:
+        return OPS[op].call(spec, operands, "triton")
+
+    return compile_only.compile_for(hardware, run, (OPS[op].specs[spec].shapes(),))
 
 
 def check_ops(hardware: list[str], ops: list[str], prefix: str) -> int:
@@ -516,11 +495,11 @@ def check_ops(hardware: list[str], ops: list[str], prefix: str) -> int:
         (gpu, op, spec)
         for gpu in hardware
         for op in ops
-        for spec in OPS[op][1]
+        for spec in OPS[op].specs
         if spec.startswith(prefix)
     ]
     rows, failures = [], []
-    print(f"{'hardware':13} {'op':14} {'shape':16} {'kernel':24} grid             "
+    print(f"{'hardware':13} {'op':14} {'shape':19} {'kernel':24} grid             "
           "threads shared KiB registers spilled")  # fmt: skip
     for gpu, op, spec in tqdm(jobs, "compiling", disable=None, leave=False):
         try:
@@ -533,7 +512,7 @@ def check_ops(hardware: list[str], ops: list[str], prefix: str) -> int:
             registers = made.registers if made else "-"
             spilled = made.spilled_bytes if made else "-"
             print(
-                f"{gpu:13} {op:14} {spec:16} {launch.name[:24]:24} "
+                f"{gpu:13} {op:14} {spec:19} {launch.name[:24]:24} "
                 f"{'x'.join(map(str, launch.grid)):16} {launch.threads:7} "
                 f"{launch.shared_bytes / 1024:10.1f} {registers:>9} {spilled:>7}"
             )

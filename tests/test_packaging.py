@@ -53,6 +53,7 @@ def test_a_wheel_holds_the_packages_and_the_demo(tmp_path):
     for package in ("kimi_jax", "spec", "kernels_pallas"):
         on_disk = {path.relative_to(ROOT).as_posix() for path in (ROOT / package).rglob("*.py")}
         assert on_disk <= names
+    assert "kernels_pallas/tiles.json" in names
     demo = (path for path in (ROOT / "kimi_jax" / "demo").rglob("*") if path.is_file())
     assert {path.relative_to(ROOT).as_posix() for path in demo} <= names
     tops = {name.partition("/")[0] for name in names}

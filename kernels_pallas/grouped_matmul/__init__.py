@@ -39,10 +39,10 @@ def expert_ffn(
         return reference.expert_ffn(*operands)
     from kernels_pallas.grouped_matmul import pallas_triton
 
-    chip = tiles.chip_tiles(choice.target)
     if x.shape[0] <= pallas_triton.FEW_TOKENS:
-        gate_up, down = tiles.expert_tiles(choice.target, x.shape[0])
         run = pallas_triton.few_tokens
+        gate_up, down = tiles.expert_tiles(choice.target, x.shape[0])
     else:
-        run, gate_up, down = pallas_triton.many_tokens, chip.gate_up_sorted, chip.down_sorted
+        run, chip = pallas_triton.many_tokens, tiles.chip_tiles(choice.target)
+        gate_up, down = chip.gate_up_sorted, chip.down_sorted
     return run(*operands, gate_up=gate_up, down=down, interpret=choice.interpret)

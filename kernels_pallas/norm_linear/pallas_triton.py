@@ -70,8 +70,10 @@ def norm_linear(
     columns = [min(tiles.columns, largest_power_of_two_in(k.shape[1])) for k in kernels]
     blocks = [k.shape[1] // c for k, c in zip(kernels, columns, strict=True)]
     widest = max((jnp.result_type(x.dtype, k.dtype).itemsize for k in kernels), default=2)
-    # Tiles are given for 2-byte values; wider ones take as much shared memory with half as many.
-    inputs = min(tiles.inputs * 2 // widest, largest_power_of_two_in(D))
+    # Tiles are given for 2-byte values and few rows: others take no more shared memory.
+    M = max(FEWEST_ROWS, next_power_of_two(rows))
+    inputs = max(FEWEST_INPUTS, tiles.inputs * 2 // widest * FEWEST_ROWS // M)
+    inputs = min(inputs, largest_power_of_two_in(D))
     struct = jax.ShapeDtypeStruct
     streams = [struct((rows, D), x.dtype)] * len(flat)  # x' only where it is not x itself
     outs = pl.pallas_call(

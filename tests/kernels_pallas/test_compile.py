@@ -24,6 +24,9 @@ SHARED_KIB = {"a100": 163, "h100": 227, "b200": 227, "rtx-pro-6000": 99}
 KERNELS = {
     "mla_attention": {"mla_attention_split", "mla_attention_merge"},
     "expert_ffn": {"experts_gate_up", "experts_down"},
+    "norm_linear": {"norm_linear"},
+    "mla_inputs": {"mla_inputs"},
+    "choose_experts": {"choose_experts"},
 }
 
 GB = 10**9
@@ -60,16 +63,16 @@ def test_shared_memory_fits_and_no_kernel_spills(ops):
             assert made["spilled_bytes"] <= 64, f"{where}: {kernel} spills"
 
 
-def test_few_tokens_take_two_launches_and_copy_no_weights(ops):
+def test_few_tokens_take_the_kernels_alone_and_copy_no_weights(ops):
     _, programs = ops
     for program in programs:
-        if program["shape"] in ("kimi-batch", "kimi-prefill", "kimi-tree"):
+        # A mask is packed, many tokens are sorted; a cache that is not given up is copied first.
+        if program["shape"] in ("kimi-prefill", "kimi-tree") or program["op"] == "mla_inputs":
             continue
         names = {kernel["name"] for kernel in program["kernels"]}
-        # A float32 verification rounds nothing; XLA may still prepare a cast of the lengths.
         assert names == KERNELS[program["op"]], program["shape"]
         assert set(program["launches"]) == {"kCustomKernel"}, program["shape"]
-        if program["op"] == "expert_ffn":
+        if program["op"] == "expert_ffn" and program["shape"] != "kimi-batch":
             assert program["temp_bytes"] < 1 << 20, program["shape"]
 
 
