@@ -28,12 +28,10 @@ something did not compile.
 import argparse
 import collections
 import dataclasses
-import functools
 import json
 import os
 import sys
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
