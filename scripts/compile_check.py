@@ -21,6 +21,9 @@ there by a few a layer.
 `--ops` compiles single kernels at the named shapes of Kimi-K2.5 on one of 8 devices instead, and
 gives registers and spills of each. A tile that needs more shared memory than the GPU has fails.
 
+The four programs of all 61 layers took 6 to 7 minutes of processor time (JAX 0.10.2 and 0.12.0.1,
+a shared two-core machine); `--layers 3` is quicker.
+
 Needs the extra `cuda12`, no driver. Prints a table, then one JSON line; the status is 1 if
 something did not compile.
 """
