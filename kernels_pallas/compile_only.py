@@ -298,7 +298,8 @@ def _read_launches(folder: Path, *, is_loop: bool) -> Launches:
         "\n".join(file.read_text() for file in final), names.values()
     )
     launches = launch_list.launches_of(launch_list.annotate(nodes, names, program), is_loop=is_loop)
-    if unknown := [x.number for x in launches.of_kind("kAll") if not x.num_bytes]:
+    collectives = launches.all_reduces + launches.all_gathers
+    if unknown := [x.number for x in collectives if not x.num_bytes]:
         raise LaunchListError(f"collectives without an instruction: {unknown}")
     return launches
 

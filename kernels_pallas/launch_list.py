@@ -13,8 +13,10 @@ from collections.abc import Iterable, Iterator, Mapping
 
 GRAPH, LOOP, BRANCHES = "kCommandBuffer", "kWhile", "kConditional"
 KERNEL = "kCustomKernel"
-_GROUPING = (GRAPH, "kSequential")
-"""Kinds that are no launch of their own."""
+_GROUPING = (GRAPH, "kSequential", "kAsyncStart", "kAsyncDone")
+"""Kinds that are no launch of their own: what they hold is."""
+_ALL_REDUCES = ("kAllReduce", "kAllReduceStart", "kCollectiveKernel")
+"""The last is XLA's own kernel for small ones, from JAX 0.12 on where GPUs have NVLink."""
 
 _NODE = re.compile(r"^( *)(\d+): (k\w+)\s*(?:\[[^\]]*\])?\s*(.*)$")
 _LABEL = re.compile(r"^( *)(condition|body|\w*branch\w*):\s*$")
@@ -64,6 +66,11 @@ class Launch:
     def is_kernel(self) -> bool:
         """Whether it is a kernel, not a copy, a collective or the host's own work."""
         return self.kind == KERNEL
+
+    @property
+    def is_all_reduce(self) -> bool:
+        """Whether it adds up over devices."""
+        return self.kind in _ALL_REDUCES
 
 
 @dataclasses.dataclass
@@ -211,13 +218,15 @@ class Launches:
         """The kernels of `cycle`, in order."""
         return tuple(launch for launch in self.cycle if launch.is_kernel)
 
-    def of_kind(self, prefix: str) -> tuple[Launch, ...]:
-        """Launches of `cycle` whose kind begins so, the end of an asynchronous one apart."""
-        return tuple(
-            launch
-            for launch in self.cycle
-            if launch.kind.startswith(prefix) and not launch.kind.endswith("Done")
-        )
+    @property
+    def all_reduces(self) -> tuple[Launch, ...]:
+        """The all-reduces of `cycle`."""
+        return tuple(launch for launch in self.cycle if launch.is_all_reduce)
+
+    @property
+    def all_gathers(self) -> tuple[Launch, ...]:
+        """The all-gathers of `cycle`."""
+        return tuple(x for x in self.cycle if x.kind in ("kAllGather", "kAllGatherStart"))
 
     def by_layer(self) -> dict[int, tuple[Launch, ...]]:
         """Launches of `cycle` that come from each layer of the model, by their scope.

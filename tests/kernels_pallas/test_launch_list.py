@@ -157,7 +157,7 @@ def test_a_kernel_has_its_sizes():
 
 def test_of_a_conditional_one_branch_counts():
     launches = read(ONE_GRAPH)
-    [gather] = launches.of_kind("kAllGather")
+    [gather] = launches.all_gathers
     # Operands first: what is gathered is the second half.
     assert gather.number == 15 and gather.num_bytes == 32 * 2 * 4
     assert launch_list.count_kinds(launches.cycle)["kConditional"] == 1
@@ -184,7 +184,7 @@ def test_where_scopes_tell_the_branch_whose_condition_does_not_hold_counts():
 
 
 def test_collectives_know_their_bytes():
-    reduces = read(ONE_GRAPH).of_kind("kAllReduce")
+    reduces = read(ONE_GRAPH).all_reduces
     assert [x.num_bytes for x in reduces] == [4 * 7168 * 2, 4 * 7168 * 4]
 
 
@@ -207,6 +207,17 @@ def test_without_a_loop_in_question_everything_is_one_pass():
     launches = read(IN_PIECES, is_loop=False)
     assert launches.around == () and len(launches.kernels) == 5
     assert launches.cycle[0].kind == "kWhile"
+
+
+def test_an_asynchronous_all_reduce_counts_once():
+    text = """\
+003: kAsyncStart [source | next=007 (3)] stream=computation_stream[0], async_id=3
+    004: kCollectiveKernel [source | sink] kCollectiveKernel
+006: kAsyncDone [source | sink] async_id=3
+"""
+    launches = launch_list.launches_of(launch_list.parse(text), is_loop=False)
+    assert [x.number for x in launches.cycle] == [4]
+    assert [x.number for x in launches.all_reduces] == [4]
 
 
 def test_a_loop_inside_a_graph():
