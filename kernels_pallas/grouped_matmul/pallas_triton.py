@@ -378,7 +378,7 @@ def _down_kernel(
 
     acc = jnp.zeros((M, tiles.columns), jnp.float32)
     if shared_refs:
-        acc = _shared_product(*shared_refs, acc, pl.ds(zero, M), is_row, columns, interpret)
+        acc = _shared_product(shared_refs, acc, pl.ds(zero, M), is_row, columns, interpret)
     acc = jax.lax.fori_loop(i32(0), end * steps, add, acc)
     plgpu.store(
         out_ref.at[pl.ds(zero, M), columns],
@@ -387,8 +387,9 @@ def _down_kernel(
     )
 
 
-def _shared_product(gate_ref, up_ref, down_ref, acc, rows, is_row, columns, interpret):
-    """acc and the shared expert's columns of these rows."""
+def _shared_product(refs, acc, rows, is_row, columns, interpret):
+    """acc and the shared expert's columns of these rows; the refs are those of a `SharedExpert`."""
+    gate_ref, up_ref, down_ref = refs
     F = gate_ref.shape[1]
     inputs = min(SHARED_INPUTS, largest_power_of_two_in(F))
 
