@@ -1,5 +1,7 @@
 """What the kernels share: a product that runs compiled and interpreted, and sizes of tiles."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -37,7 +39,7 @@ def largest_power_of_two_in(size: int) -> int:
     return size & -size
 
 
-def rows_to_load(padded: int, num_rows: int, program: jax.Array) -> tuple[pl.Slice, jax.Array]:
+def rows_to_load(padded: int, num_rows: int, program: jax.Array) -> tuple[Any, jax.Array]:
     """The first `padded` rows of an array inside a kernel, and which of them there are.
 
     The start is made from a program id, to be no constant: rows past the array's end are then

@@ -5,6 +5,7 @@
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +67,7 @@ class ExpertSpec:
             scale = usual * (0.5 + rng.random(struct.scale.shape, np.float32))
             return Int4Weight(packed, scale.astype(struct.scale.dtype))  # type: ignore[arg-type]
 
-        def normal(struct: jax.ShapeDtypeStruct, scale: float = 1.0) -> np.ndarray:
+        def normal(struct: Any, scale: float = 1.0) -> Any:
             return (scale * rng.standard_normal(struct.shape, np.float32)).astype(struct.dtype)
 
         x, experts, ids, combine, shared = self.shapes()
@@ -76,13 +77,7 @@ class ExpertSpec:
             ExpertWeights(*map(weight, experts)),
             np.stack(choices).astype(ids.dtype),
             rng.random(combine.shape, combine.dtype),
-            None
-            if shared is None
-            else SharedExpert(
-                normal(shared.gate),
-                normal(shared.up),
-                normal(shared.down_proj, self.shared**-0.5),  # type: ignore[arg-type]
-            ),
+            shared and SharedExpert(*map(normal, shared, (1.0, 1.0, self.shared**-0.5))),
         )
 
 

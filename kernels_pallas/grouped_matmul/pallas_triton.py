@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
+from kernels_pallas.grouped_matmul import unpack
 from kernels_pallas.grouped_matmul.layout import GROUP_SIZE, Int4Weight
 from kernels_pallas.grouped_matmul.reference import (
     ExpertWeight,
@@ -377,7 +378,7 @@ def _down_kernel(
 
     acc = jnp.zeros((M, tiles.columns), jnp.float32)
     if shared_refs:
-        acc = _shared_product(*shared_refs, acc, pl.ds(zero, M), is_row, columns, interpret)
+        acc = _shared_product(shared_refs, acc, pl.ds(zero, M), is_row, columns, interpret)
     acc = jax.lax.fori_loop(i32(0), end * steps, add, acc)
     plgpu.store(
         out_ref.at[pl.ds(zero, M), columns],
@@ -386,8 +387,9 @@ def _down_kernel(
     )
 
 
-def _shared_product(gate_ref, up_ref, down_ref, acc, rows, is_row, columns, interpret):
-    """acc and the shared expert's columns of these rows."""
+def _shared_product(refs, acc, rows, is_row, columns, interpret):
+    """acc and the shared expert's columns of these rows; the refs are those of a `SharedExpert`."""
+    gate_ref, up_ref, down_ref = refs
     F = gate_ref.shape[1]
     inputs = min(SHARED_INPUTS, largest_power_of_two_in(F))
 
@@ -422,26 +424,7 @@ def _times(planes, refs, expert, step, columns, tiles, interpret, is_used=None):
         mask = jnp.broadcast_to(is_used, (rows, width))
         return plgpu.load(here, mask=mask, other=jnp.zeros((), ref.dtype))
 
-    packed = load(packed_ref, half)
-    scale = load(scale_ref, groups)
-    spread = jnp.broadcast_to(scale[:, None, :], (groups, GROUP_SIZE // 2, width))
-    spread = spread.reshape(half, width)
-    nibbles = packed & jnp.uint8(0xF), packed >> jnp.uint8(4)
-    return sum(
-        matmul(x, dequantised(nibble, spread, x.dtype), interpret)
-        for x, nibble in zip(planes, nibbles, strict=True)
+    weights = unpack.planes(
+        load(packed_ref, half), load(scale_ref, groups), planes[0].dtype, interpret=interpret
     )
-
-
-def dequantised(nibble: jax.Array, scale: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """(nibble - 8) * scale, rounded once to `dtype`.
-
-    A nibble in the low bits of 0x4300 is the bfloat16 number 128 + nibble, so that one subtraction,
-    which is exact, makes the integer without a conversion.
-    """
-    if dtype == jnp.bfloat16 and scale.dtype == jnp.bfloat16:
-        bits = nibble.astype(jnp.uint16) | jnp.uint16(0x4300)
-        q = jax.lax.bitcast_convert_type(bits, jnp.bfloat16) - jnp.bfloat16(136.0)
-        return q * scale
-    q_f32 = nibble.astype(jnp.int32).astype(jnp.float32) - 8.0
-    return (q_f32 * scale.astype(jnp.float32)).astype(dtype)
+    return sum(matmul(x, weight, interpret) for x, weight in zip(planes, weights, strict=True))

@@ -9,6 +9,7 @@ which takes one pass over the row. One block more for each row writes x' and h.
 """
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +36,7 @@ ROW_PIECE = 1024
 FEWEST_INPUTS = 16
 
 
-def obstacle(x: Float[Array, "*B D"], kernels: tuple[Float[Array, "D _"], ...]) -> str | None:
+def obstacle(x: Float[Array, "*B D"], kernels: Sequence[Float[Array, "D _"]]) -> str | None:
     """Why the kernel cannot take these operands; None if it can."""
     D = x.shape[-1]
     rows = x.size // D

@@ -138,18 +138,18 @@ def forward(
             tree=tree,
             first=first,
         )
-        gain = block.post_attention_layernorm[...]
+        scale = block.post_attention_layernorm[...]
         if isinstance(mlp, Moe):
             kernels, dtypes = moe.input_kernels(mlp, x.dtype)
-            after, h, products = norm(x, attended, gain, kernels, dtypes=dtypes)
+            after, h, products = norm(x, attended, scale, kernels, dtypes=dtypes)
             inputs = MoeInputs(h, *products)
             out, routing = moe_layer(
                 mlp, cfg, inputs, is_real, rules, router_implementation=implementation
             )
         else:
             kernels = mlp.gate_proj[...], mlp.up_proj[...]
-            after, _, products = norm(x, attended, gain, kernels)
-            out, routing = gated_linear(mlp, *products, rules), None
+            after, _, (gate, up) = norm(x, attended, scale, kernels)
+            out, routing = gated_linear(mlp, gate, up, rules), None
         return x, after, out, layer_cache, routing
 
     if remat:

@@ -145,18 +145,6 @@ def test_drawn_shapes(data):
     np.testing.assert_allclose(out, exact, rtol=0, atol=1e-5 * max(np.abs(exact).max(), 1e-3))
 
 
-def test_every_nibble_of_every_scale_is_the_references_weight():
-    """All 16 nibbles times all finite positive bfloat16 scales, to the bit."""
-    bits = np.arange(0x0080, 0x7F00, dtype=np.uint16)
-    scale = jax.lax.bitcast_convert_type(jnp.asarray(bits), jnp.bfloat16)
-    nibble = jnp.arange(16, dtype=jnp.uint8)[:, None]
-    scales = jnp.broadcast_to(scale, (16, bits.size))
-    ours = pallas_triton.dequantised(nibble, scales, jnp.dtype(jnp.bfloat16))
-    q_f32 = nibble.astype(jnp.float32) - 8.0
-    exact = (q_f32 * scale.astype(jnp.float32)).astype(jnp.bfloat16)
-    np.testing.assert_array_equal(ours, exact)
-
-
 def test_what_the_kernels_cannot_take_is_said():
     def reason(x, experts):
         found = []
