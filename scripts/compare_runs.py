@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-NAMES = ("model", "phase", "kind", "context", "draft_tokens", "batch", "devices", "name")
+NAMES = ("model", "phase", "kind", "context", "draft_tokens", "batch", "devices", "name", "bytes")
 """Fields of a row that say what it measured, not what came out."""
 
 NOT_FIGURES = ("rows", "conditions", "token_ids")
