@@ -501,6 +501,9 @@ def check_ops(hardware: list[str], ops: list[str], prefix: str) -> int:
         for spec in OPS[op].specs
         if spec.startswith(prefix)
     ]
+    if not jobs:
+        print(f"compile_check.py: error: no named shape begins with {prefix!r}", file=sys.stderr)
+        return 2
     rows, failures = [], []
     print(f"{'hardware':13} {'op':14} {'shape':19} {'kernel':24} grid             "
           "threads shared KiB registers spilled")  # fmt: skip

@@ -42,7 +42,7 @@ from kimi_jax import DEMO, LLM, Result, SamplingParams
 from kimi_jax.checkpoint.reader import CheckpointError, resolve
 from kimi_jax.runtime.conditions import conditions
 from kimi_jax.runtime.decode import MAX_DRAFT_DEPTH
-from kimi_jax.runtime.flags import simulate_mesh
+from kimi_jax.runtime.flags import set_gpu_flags, simulate_mesh
 from kimi_jax.runtime.llm import DTYPES, INSTANT_SAMPLING, THINKING_SAMPLING
 from kimi_jax.runtime.mesh import MeshError, parse_mesh
 from kimi_jax.runtime.replies import Piece
@@ -306,6 +306,7 @@ def start(args: argparse.Namespace, job: Job) -> tuple[LLM, Iterator[Piece]]:
         jax.config.update("jax_platforms", "cpu")
     if args.platform != "gpu":
         simulate_mesh(job.mesh)
+        set_gpu_flags()
     llm = LLM(
         job.model,
         drafter=job.drafter,

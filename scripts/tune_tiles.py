@@ -127,10 +127,10 @@ class OnGpu:
 
     def __call__(self, chip: ChipTiles, form: Form) -> float:
         """Seconds of a call (`Measure`)."""
-        operands, variants, expected = self._place(form.op, form.spec)
         op = OPS[form.op]
         with tiles.trying(chip):
             try:
+                operands, variants, expected = self._place(form.op, form.spec)
                 found = timing.compare(op, form.spec, operands, "triton", expected)
                 if not timing.is_right(op, form.spec, found):
                     raise Unusable(f"wrong: error {found.error:.2g}, finite {found.is_finite}")

@@ -32,7 +32,7 @@ def expert_ffn(
     def obstacle() -> str | None:
         from kernels_pallas.grouped_matmul import pallas_triton
 
-        return pallas_triton.obstacle(x, experts, shared)
+        return pallas_triton.obstacle(x, experts, expert_ids, shared)
 
     choice = dispatch.choose("expert_ffn", implementation, obstacle)
     if not choice.is_kernel:

@@ -33,15 +33,18 @@ from kernels_pallas.grouped_matmul.reference import (
     shared_ffn,
 )
 from kernels_pallas.kernel_ops import (
-    FEWEST_ROWS,
     largest_power_of_two_in,
     matmul,
     next_power_of_two,
+    padded_rows,
 )
 from kernels_pallas.tiles import ExpertTiles
 
 FEW_TOKENS = 64
 """Up to here an expert runs over all tokens of the call; beyond, pairs are sorted by expert."""
+
+MOST_VALUES = 1 << 31
+"""Of an array with a row for each pair, whose places are 32-bit numbers."""
 
 FEWEST_COLUMNS = 16
 
@@ -53,7 +56,10 @@ MOST_BYTES = 1 << 31
 
 
 def obstacle(
-    x: Float[Array, "T D"], experts: ExpertWeights, shared: SharedExpert | None
+    x: Float[Array, "T D"],
+    experts: ExpertWeights,
+    expert_ids: Int[Array, "T A"],
+    shared: SharedExpert | None,
 ) -> str | None:
     """Why the kernels cannot take these operands; None if they can."""
     if not all(isinstance(weight, Int4Weight) for weight in experts):
@@ -66,6 +72,8 @@ def obstacle(
             return f"{weight.packed.size} bytes of packed weights pass 32-bit offsets"
         if weight.packed.shape[2] % FEWEST_COLUMNS:
             return f"a width of {weight.packed.shape[2]} is no multiple of {FEWEST_COLUMNS}"
+        if expert_ids.size * weight.packed.shape[2] >= MOST_VALUES:
+            return f"{x.shape[0]} tokens at once pass 32-bit offsets"
     if shared is not None and shared.gate.shape[1] % FEWEST_COLUMNS:
         return f"a shared expert {shared.gate.shape[1]} wide is no multiple of {FEWEST_COLUMNS}"
     return None
@@ -211,7 +219,7 @@ def _gate_up_kernel(
     part, pair = pl.program_id(0), pl.program_id(1)
     T, half_inputs = x_ref.shape[:2]
     num_experts, num_pairs = gate_ref.shape[0], ids_ref.shape[0]
-    M, f32 = _num_rows(T), jnp.float32
+    M, f32 = padded_rows(T), jnp.float32
     expert = ids_ref[pair]
     pairs = jnp.arange(next_power_of_two(num_pairs), dtype=jnp.int32)
     # A start that is not a constant: rows past the array's end are then masked, not refused.
@@ -337,7 +345,7 @@ def _down_kernel(
     part = pl.program_id(0)
     T, A = ids_ref.shape
     num_pairs, _, half_inputs, _ = hidden_ref.shape
-    M, i32 = _num_rows(T), jnp.int32
+    M, i32 = padded_rows(T), jnp.int32
     zero = part * 0
     columns = pl.ds(part * tiles.columns, tiles.columns)
     half = tiles.inputs // 2
@@ -405,10 +413,6 @@ def _shared_product(refs, acc, rows, is_row, columns, interpret):
         return acc + matmul(hidden, down_ref[here, columns].astype(gate.dtype), interpret)
 
     return jax.lax.fori_loop(0, F // inputs, add, acc)
-
-
-def _num_rows(T: int) -> int:
-    return max(FEWEST_ROWS, next_power_of_two(T))
 
 
 def _times(planes, refs, expert, step, columns, tiles, interpret, is_used=None):

@@ -195,14 +195,15 @@ def _merge_kernel(acc_ref, largest_ref, total_ref, out_ref, lse_ref, *, num_spli
     part, row, b = (pl.program_id(axis) for axis in range(3))
     splits, columns = pl.ds(0, num_splits), pl.ds(part * width, width)
     largest, total = largest_ref[b, row, splits], total_ref[b, row, splits]
-    is_used = total > 0
+    # A NaN is used: it has to come out again.
+    is_used = total != 0
     top = jnp.max(jnp.where(is_used, largest, NOTHING_SEEN))
     weight = jnp.where(is_used, jnp.exp(largest - top), 0.0)
     sum_all = jnp.sum(weight * total)
     mask = jnp.broadcast_to(is_used[:, None], (num_splits, width))
     acc = plgpu.load(acc_ref.at[b, splits, row, columns], mask=mask, other=0.0)
     context = jnp.sum(weight[:, None] * acc, axis=0)
-    is_any = sum_all > 0
+    is_any = sum_all != 0
     divisor = jnp.where(is_any, sum_all, 1.0)
     out_ref[b, row, columns] = (context / divisor).astype(out_ref.dtype)
 

@@ -1,5 +1,5 @@
-"""`mla_inputs` in one launch: blocks that absorb a head's queries, and one that writes a row's
-cache slots.
+"""`mla_inputs` in one launch: blocks that absorb a head's queries, and one that writes a token's
+cache slot.
 
 A head's first block rotates the head's queries too. Pairs of a rotation are read as the two planes
 of a view of the same memory, since the lowering cannot take every second value of what it loaded.
@@ -14,18 +14,15 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas.kernel_ops import (
-    FEWEST_ROWS,
+    MOST_ROWS,
     is_power_of_two,
     largest_power_of_two_in,
     matmul,
-    next_power_of_two,
+    padded_rows,
     rows_to_load,
 )
 from kernels_pallas.mla_inputs.reference import MlaInputs
 from kernels_pallas.tiles import LinearTiles
-
-MOST_ROWS = 64
-"""Beyond, XLA's own products are the better ones: weights are then read once for many rows."""
 
 
 def obstacle(
@@ -94,7 +91,7 @@ def mla_inputs(
             struct((rows, N, R), q.dtype),
             struct(cache.shape, cache.dtype),
         ),
-        grid=(N * (C // columns) + B,),
+        grid=(N * (C // columns) + rows,),
         input_output_aliases={len(operands) - 1: 2},
         compiler_params=plgpu.CompilerParams(
             num_warps=tiles.num_warps, num_stages=tiles.num_stages
@@ -117,60 +114,56 @@ def _kernel(
     place = part - head * parts_a_head
     f32 = jnp.float32
 
-    def load(ref, *index, rows, mask):
-        width = index[-1].size if isinstance(index[-1], pl.Slice) else index[-2].size
-        mask = jnp.broadcast_to(mask[:, None], (mask.shape[0], width))
-        return plgpu.load(ref.at[(rows, *index)], mask=mask, other=0.0)
-
-    def rotated(ref, *index, rows, mask):
-        first, dtype = index[-1], ref.dtype
-        pair = pl.ds(first // 2, half)
-        even, odd = (
-            load(ref, *index[:-1], pair, jnp.int32(plane), rows=rows, mask=mask).astype(f32)
-            for plane in range(2)
-        )
-        every = pl.ds(0, half)
-        cos = load(cos_ref, every, rows=rows, mask=mask)
-        sin = load(sin_ref, every, rows=rows, mask=mask)
-        turned = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1)
-        return turned.reshape(mask.shape[0], 2 * half).astype(dtype)
+    def turned(even, odd, cos, sin):
+        even, odd = even.astype(f32), odd.astype(f32)
+        both = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1)
+        return both.reshape(*even.shape[:-1], 2 * half)
 
     @pl.when(head < N)
     def _():
-        M = max(FEWEST_ROWS, next_power_of_two(num_rows))
+        M = padded_rows(num_rows)
         rows, is_row = rows_to_load(M, num_rows, part)
         own = pl.ds(place * columns, columns)
 
+        def load(ref, width, *index):
+            mask = jnp.broadcast_to(is_row[:, None], (M, width))
+            return plgpu.load(ref.at[(rows, *index)], mask=mask, other=0.0)
+
+        def store(ref, value, *index):
+            mask = jnp.broadcast_to(is_row[:, None], value.shape)
+            plgpu.store(ref.at[(rows, *index)], value.astype(ref.dtype), mask=mask)
+
         def add(i, acc):
             here = pl.ds(i * inputs, inputs)
-            x = load(q_ref, head, here, rows=rows, mask=is_row)
+            x = load(q_ref, inputs, head, here)
             return acc + matmul(x, w_uk_ref[head, here, own].astype(x.dtype), interpret)
 
         acc = jax.lax.fori_loop(0, U // inputs, add, jnp.zeros((M, columns), f32))
-        mask = jnp.broadcast_to(is_row[:, None], acc.shape)
-        plgpu.store(q_latent_ref.at[rows, head, own], acc.astype(q_latent_ref.dtype), mask=mask)
+        store(q_latent_ref, acc, head, own)
 
         @pl.when(place == 0)
         def _():
-            turned = rotated(q_pairs_ref, head, U, rows=rows, mask=is_row)
-            mask = jnp.broadcast_to(is_row[:, None], turned.shape)
-            plgpu.store(q_rope_ref.at[rows, head, pl.ds(0, 2 * half)], turned, mask=mask)
+            pair, every = pl.ds(U // 2, half), pl.ds(0, half)
+            even, odd = (load(q_pairs_ref, half, head, pair, jnp.int32(p)) for p in range(2))
+            angles = (load(ref, half, every) for ref in (cos_ref, sin_ref))
+            store(q_rope_ref, turned(even, odd, *angles), head, pl.ds(0, 2 * half))
 
     @pl.when(head >= N)
     def _():
-        b = part - N * parts_a_head
+        row = part - N * parts_a_head
+        b = jax.lax.div(row, jnp.int32(T))
         S = cache_ref.shape[0] // start_ref.shape[0]
-        M = next_power_of_two(T)
-        is_token = part * 0 + jnp.arange(M, dtype=jnp.int32) < T
-        tokens = pl.ds(b * T, M)
-        latent, every = pl.ds(0, C), pl.ds(0, C)
-        c_f32 = load(kv_ref, latent, rows=tokens, mask=is_token).astype(f32)
-        factor = jax.lax.rsqrt(jnp.sum(c_f32 * c_f32, axis=1) / C + eps)
+        slot = start_ref[b] + row - b * T
+        latent, every = pl.ds(0, C), pl.ds(0, half)
+        c_f32 = kv_ref[row, latent].astype(f32)
+        factor = jax.lax.rsqrt(jnp.sum(c_f32 * c_f32) / C + eps)
         # As the reference rounds: before the gain, and again to the cache's type.
-        normed = (c_f32 * factor[:, None]).astype(kv_ref.dtype)
-        normed = normed * gain_ref[every].astype(kv_ref.dtype)[None, :]
-        turned = rotated(kv_pairs_ref, C, rows=tokens, mask=is_token)
-        slots = pl.ds(b * S + start_ref[b], M)
-        for value, at in ((normed, latent), (turned, pl.ds(C, 2 * half))):
-            mask = jnp.broadcast_to(is_token[:, None], value.shape)
-            plgpu.store(cache_ref.at[slots, at], value.astype(cache_ref.dtype), mask=mask)
+        normed = (c_f32 * factor).astype(kv_ref.dtype) * gain_ref[latent].astype(kv_ref.dtype)
+        even, odd = (kv_pairs_ref[row, pl.ds(C // 2, half), jnp.int32(p)] for p in range(2))
+        key = turned(even, odd, cos_ref[row, every], sin_ref[row, every]).astype(kv_ref.dtype)
+
+        # Another row's slots are never written, whatever `start` is.
+        @pl.when((slot >= 0) & (slot < S))
+        def _():
+            cache_ref[b * S + slot, latent] = normed.astype(cache_ref.dtype)
+            cache_ref[b * S + slot, pl.ds(C, 2 * half)] = key.astype(cache_ref.dtype)

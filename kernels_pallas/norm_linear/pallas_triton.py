@@ -5,7 +5,9 @@ one factor scales a whole row of h, a block multiplies with x' * gain and scales
 
     y = (x' * gain) W / sqrt(mean(x'^2) + eps)
 
-which takes one pass over the row. One block more for each row writes x' and h.
+which takes one pass over the row. A product that has to be exact (the router's) is the exception:
+its blocks go over the row once more, for the factor, and multiply h as it is rounded. One block for
+each row writes x' and h.
 """
 
 import functools
@@ -19,16 +21,14 @@ from jaxtyping import Array, Float
 
 from kernels_pallas.kernel_ops import (
     FEWEST_ROWS,
+    MOST_ROWS,
     largest_power_of_two_in,
     matmul,
-    next_power_of_two,
+    padded_rows,
     rows_to_load,
 )
-from kernels_pallas.norm_linear.reference import Normed
+from kernels_pallas.norm_linear.reference import Normed, is_exact
 from kernels_pallas.tiles import LinearTiles
-
-MOST_ROWS = 64
-"""Beyond, XLA's own products are the better ones: weights are then read once for many rows."""
 
 ROW_PIECE = 1024
 """Values of a row written at a time."""
@@ -72,7 +72,7 @@ def norm_linear(
     blocks = [k.shape[1] // c for k, c in zip(kernels, columns, strict=True)]
     widest = max((jnp.result_type(x.dtype, k.dtype).itemsize for k in kernels), default=2)
     # Tiles are given for 2-byte values and few rows: others take no more shared memory.
-    M = max(FEWEST_ROWS, next_power_of_two(rows))
+    M = padded_rows(rows)
     inputs = max(FEWEST_INPUTS, tiles.inputs * 2 // widest * FEWEST_ROWS // M)
     inputs = min(inputs, largest_power_of_two_in(D))
     struct = jax.ShapeDtypeStruct
@@ -135,25 +135,48 @@ def _kernel(*refs, num_streams, columns, blocks, inputs, eps, interpret):
 
 def _product(stream_refs, gain_ref, kernel_ref, out_ref, block, width, inputs, eps, interpret):
     num_rows, D = stream_refs[0].shape
-    M = max(FEWEST_ROWS, next_power_of_two(num_rows))
+    M = padded_rows(num_rows)
     f32, dtype = jnp.float32, jnp.result_type(stream_refs[0].dtype, kernel_ref.dtype)
     rows, is_row = rows_to_load(M, num_rows, block)
     columns = pl.ds(block * width, width)
 
-    def add(i, carry):
-        acc, squares = carry
+    def load(i):
         here = pl.ds(i * inputs, inputs)
         mask = jnp.broadcast_to(is_row[:, None], (M, inputs))
-        x = [plgpu.load(ref.at[rows, here], mask=mask, other=0.0) for ref in stream_refs]
-        x_f32 = _sum(x).astype(f32)
-        scaled = x_f32 * gain_ref[here].astype(f32)[None, :]
-        weights = kernel_ref[here, columns].astype(dtype)
-        acc = acc + matmul(scaled.astype(dtype), weights, interpret)
+        return _sum([plgpu.load(r.at[rows, here], mask=mask, other=0.0) for r in stream_refs])
+
+    def gain(i, kind):
+        return gain_ref[pl.ds(i * inputs, inputs)].astype(kind)[None, :]
+
+    def times(h, i):
+        weights = kernel_ref[pl.ds(i * inputs, inputs), columns]
+        return matmul(h.astype(dtype), weights.astype(dtype), interpret)
+
+    def square(i, squares):
+        x_f32 = load(i).astype(f32)
+        return squares + jnp.sum(x_f32 * x_f32, axis=1)
+
+    def add(i, carry):
+        acc, squares = carry
+        x_f32 = load(i).astype(f32)
+        acc = acc + times(x_f32 * gain(i, f32), i)
         return acc, squares + jnp.sum(x_f32 * x_f32, axis=1)
 
-    init = jnp.zeros((M, width), f32), jnp.zeros((M,), f32)
-    acc, squares = jax.lax.fori_loop(0, D // inputs, add, init)
-    y = acc * jax.lax.rsqrt(squares / D + eps)[:, None]
+    steps = D // inputs
+    none, zeros = jnp.zeros((M,), f32), jnp.zeros((M, width), f32)
+    if is_exact(stream_refs[0].dtype, out_ref.dtype):
+        squares = jax.lax.fori_loop(0, steps, square, none)
+        factor = jax.lax.rsqrt(squares / D + eps)[:, None]
+
+        def add_exact(i, acc):
+            x = load(i)
+            h = (x.astype(f32) * factor).astype(x.dtype) * gain(i, x.dtype)
+            return acc + times(h, i)
+
+        y = jax.lax.fori_loop(0, steps, add_exact, zeros)
+    else:
+        acc, squares = jax.lax.fori_loop(0, steps, add, (zeros, none))
+        y = acc * jax.lax.rsqrt(squares / D + eps)[:, None]
     mask = jnp.broadcast_to(is_row[:, None], y.shape)
     plgpu.store(out_ref.at[rows, columns], y.astype(out_ref.dtype), mask=mask)
 

@@ -37,7 +37,7 @@ def norm_linear(
     Args:
         delta: None adds nothing, and gives `x` back.
         dtypes: of each product, x's by default. A float32 product of narrower operands multiplies
-            them exactly: the router decides with it.
+            h, as it is rounded, exactly: the router decides with it.
     """
     x = x if delta is None else x + delta
     h = rms_norm(x, gain, eps)
@@ -61,10 +61,14 @@ def linear(x: jax.Array, kernel: jax.Array) -> jax.Array:
 
 
 def product(h: Float[Array, "*B D"], kernel: Float[Array, "D _"], dtype: jnp.dtype) -> jax.Array:
-    """`linear` in h's dtype; in float32, of float32 operands."""
-    if dtype == h.dtype:
-        return linear(h, kernel)
+    """`linear`, in this dtype; in float32 of narrower operands, their exact products."""
+    if not is_exact(h.dtype, dtype):
+        return linear(h, kernel).astype(dtype)
     f32 = jnp.float32
-    assert dtype == f32
     # HIGHEST: the default precision rounds float32 operands on accelerators.
     return jnp.matmul(h.astype(f32), kernel.astype(f32), precision=jax.lax.Precision.HIGHEST)
+
+
+def is_exact(operands: jnp.dtype, result: jnp.dtype) -> bool:
+    """Whether a product in this dtype takes its operands as they are, unrounded, into float32."""
+    return jnp.dtype(result) == jnp.float32 and jnp.dtype(operands) != jnp.float32

@@ -18,8 +18,9 @@ pytestmark = pytest.mark.compile
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "compile_check.py"
 
-# What a block may use, from the CUDA programming guide's table of compute capabilities.
-SHARED_KIB = {"a100": 163, "h100": 227, "b200": 227, "rtx-pro-6000": 99}
+# What a block may use, from the CUDA programming guide's table of compute capabilities. The row of
+# the A100 (163) is also taken on 8.6 and 8.9.
+SHARED_KIB = {"a100": 99, "h100": 227, "b200": 227, "rtx-pro-6000": 99}
 
 KERNELS = {
     "mla_attention": {"mla_attention_split", "mla_attention_merge"},
@@ -35,8 +36,7 @@ WIDTH, VOCABULARY = 7168, 163840
 
 
 def run(*args):
-    if importlib.util.find_spec("jax_cuda12_plugin") is None:
-        pytest.skip("needs the extra cuda12")
+    assert importlib.util.find_spec("jax_cuda12_plugin"), "needs the extra cuda12"
     command = [sys.executable, str(SCRIPT), *args]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -59,6 +59,7 @@ def test_shared_memory_fits_and_no_kernel_spills(ops):
         where = f"{program['op']} {program['shape']}"
         for kernel in program["kernels"]:
             assert kernel["shared_bytes"] <= SHARED_KIB[hardware] * 1024, f"{where}: {kernel}"
+        assert KERNELS[program["op"]] & set(program["assembled"]) or "prefill" in where, where
         for kernel, made in program["assembled"].items():
             assert made["spilled_bytes"] <= 64, f"{where}: {kernel} spills"
 
@@ -103,8 +104,9 @@ def test_it_fits_with_15_gb_to_spare(report):
 
 @pytest.mark.parametrize("name", ["step", "verify", "cycle"])
 def test_no_expert_weight_is_widened_into_memory(programs, name):
-    # One layer's experts of a device are 2.1 GB in bfloat16, all 8 chosen for 4 rows 0.4 GB.
-    assert programs[name]["temp_bytes"] < 0.5 * GB
+    # One layer's experts of a device are 2.1 GB in bfloat16, those chosen for 4 rows 0.4 GB; a
+    # layer's cache is 9.4 MB.
+    assert programs[name]["temp_bytes"] < 0.064 * GB
 
 
 def test_a_verification_takes_at_most_16_kernels_a_layer(programs):

@@ -68,7 +68,7 @@ def test_named_shapes(name, implementation, assert_close_to_scale):
 
 @pytest.mark.parametrize("start", [(0, 0), (11, 0), (0, 11), (11, 11)])
 def test_first_and_last_slots(start, assert_close_to_scale):
-    """Three rows are loaded as four: the fourth is never written, nor does it fail at the end."""
+    """Up to the last slot, and no further."""
     spec = MlaInputsSpec(B=2, T=3, N=1, S=14, C=32, R=16, U=16, dtype="float32")
     spec = dataclasses.replace(spec, cache_dtype="float32")
     check(spec, spec.operands(start=start), assert_close_to_scale)

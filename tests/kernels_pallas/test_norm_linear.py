@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from kernels_pallas.norm_linear import norm_linear, pallas_triton
 from kernels_pallas.norm_linear.arg_specs import SPECS, NormLinearSpec
+from kernels_pallas.norm_linear.reference import is_exact
 from kernels_pallas.tiles import LinearTiles
 
 # float32: sums of at most 7168 terms in another order. bfloat16 keeps 8 bits: the kernel rounds
@@ -29,15 +30,23 @@ def oracle(x, delta, gain, kernels, *, eps, dtypes):
     return x, h, [h @ kernel.astype(np.float64) for kernel in kernels]
 
 
-def check(out, operands, options, assert_close_to_scale):
+def check(out, operands, options, assert_close_to_scale, is_kernel=True):
     dtype = str(operands[0].dtype)
     x, h, products = oracle(*operands, **options)
     np.testing.assert_array_equal(out.x, x)
     assert_close_to_scale(out.h, h, TOLERANCE[dtype])
     assert out.x.dtype == out.h.dtype == operands[0].dtype
+    exact_kernels, seen = [np.asarray(k).astype(np.float64) for k in operands[3]], []
     for ours, exact, wanted in zip(out.products, products, options["dtypes"], strict=True):
         assert ours.dtype == wanted
-        assert_close_to_scale(ours, exact, TOLERANCE[dtype])
+        if is_exact(x.dtype, wanted) and is_kernel:
+            # Of h as it is rounded, but for its last bit where two sums of squares differ in
+            # theirs. (XLA leaves out the rounding of what it never writes.)
+            exact = np.asarray(out.h).astype(np.float64) @ exact_kernels[len(seen)]
+            assert_close_to_scale(ours, exact, 1e-4)
+        else:
+            assert_close_to_scale(ours, exact, TOLERANCE[dtype])
+        seen.append(wanted)
 
 
 # Interpreted, every block copies its operands: real widths are run with fewer columns.
@@ -54,7 +63,7 @@ def test_named_shapes(name, implementation, assert_close_to_scale):
     spec = INTERPRETED[name]
     operands = spec.operands()
     out = run(*operands, **spec.options, implementation=implementation)
-    check(out, operands, spec.options, assert_close_to_scale)
+    check(out, operands, spec.options, assert_close_to_scale, implementation != "xla")
 
 
 @settings(max_examples=12, deadline=None)
@@ -75,7 +84,7 @@ def test_any_size(assert_close_to_scale, T, D, widths, has_delta, exact, dtype, 
 
 
 def test_rows_do_not_depend_on_one_another():
-    """A verification's rows are those of the plain step: exactly, or greedy replies would part."""
+    """Up to 16 rows, a tile's least: then a verification's rows are those of the plain step."""
     spec = SPECS["tiny-moe"]
     operands = spec.operands()
     tiles = LinearTiles(columns=16, inputs=32, num_warps=4, num_stages=1)
