@@ -67,8 +67,10 @@ def test_shared_memory_fits_and_no_kernel_spills(ops):
 def test_few_tokens_take_the_kernels_alone_and_copy_no_weights(ops):
     _, programs = ops
     for program in programs:
-        # A mask is packed, many tokens are sorted; a cache that is not given up is copied first.
-        if program["shape"] in ("kimi-prefill", "kimi-tree") or program["op"] == "mla_inputs":
+        # A mask is packed, many tokens are sorted, a stream to which nothing is added is given
+        # back; a cache that is not given up is copied first.
+        others = ("kimi-prefill", "kimi-tree", "kimi-queries")
+        if program["shape"] in others or program["op"] == "mla_inputs":
             continue
         names = {kernel["name"] for kernel in program["kernels"]}
         assert names == KERNELS[program["op"]], program["shape"]
