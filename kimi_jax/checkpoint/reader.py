@@ -12,6 +12,7 @@ import math
 import mmap
 import os
 import re
+import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -140,14 +141,14 @@ class TensorInfo:
 class CheckpointFiles:
     """The tensors of a checked checkpoint folder, by published name.
 
-    The shards stay mapped while this object or an array read from it lives, so neither a change
-    of the working directory nor a renamed folder matters.
+    The shards stay mapped and open while this object or an array read from it lives, so neither a
+    change of the working directory nor a renamed folder matters.
     """
 
-    def __init__(self, folder: Path, tensors: dict[str, TensorInfo], maps: dict[str, mmap.mmap]):
+    def __init__(self, folder: Path, tensors: dict[str, TensorInfo], shards: dict[str, "_Shard"]):
         self.folder = folder
         self.tensors = tensors
-        self._maps = maps
+        self._shards = shards
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str]) -> "CheckpointFiles":
@@ -161,10 +162,10 @@ class CheckpointFiles:
             raise CheckpointError(folder, ["no such folder"])
         shards, weight_map, problems = _list_shards(folder)
         tensors: dict[str, TensorInfo] = {}
-        maps: dict[str, mmap.mmap] = {}
+        opened: dict[str, _Shard] = {}
         for shard in shards:
             try:
-                maps[shard], infos = _map_shard(folder / shard)
+                opened[shard], infos = _open_shard(folder / shard)
             except CheckpointError as error:
                 problems += [f"{shard}: {problem}" for problem in error.problems]
                 continue
@@ -174,10 +175,10 @@ class CheckpointFiles:
                     problems.append(f"{info.name} is in two shards, {both}")
                 tensors[info.name] = info
         if weight_map is not None:
-            problems += _compare_index(weight_map, tensors, set(maps))
+            problems += _compare_index(weight_map, tensors, set(opened))
         if problems:
             raise CheckpointError(folder, problems)
-        return cls(folder, tensors, maps)
+        return cls(folder, tensors, opened)
 
     @property
     def num_bytes(self) -> int:
@@ -202,15 +203,52 @@ class CheckpointFiles:
         """
         info = self.tensors[name]
         start, stop = info.offset, info.offset + info.num_bytes
-        raw = np.frombuffer(self._maps[info.shard], np.uint8)[start:stop]
+        raw = np.frombuffer(self._shards[info.shard].mapped, np.uint8)[start:stop]
         array = raw.view(DTYPES[info.dtype] if dtype is None else dtype)
         return array.reshape(info.shape if shape is None else shape)[(*index, ...)]
 
-    def release(self) -> None:
-        """Lets the process forget the pages it has touched (the system's file cache keeps them)."""
-        if hasattr(mmap, "MADV_DONTNEED"):
-            for mapped in self._maps.values():
-                mapped.madvise(mmap.MADV_DONTNEED)
+    def read_into(self, target: np.ndarray, name: str, first_byte: int = 0) -> None:
+        """Fills `target` (contiguous) with the tensor's stored bytes from `first_byte` on.
+
+        Through the file, not the mapping: a buffer used again and again costs no page faults, and
+        the process is never charged for pages of the file. Safe to call from many threads.
+
+        Raises:
+            CheckpointError: the file ends before the tensor does.
+            OSError: the file cannot be read.
+        """
+        info = self.tensors[name]
+        wanted = target.reshape(-1).view(np.uint8).data
+        if not 0 <= first_byte <= first_byte + len(wanted) <= info.num_bytes:
+            raise ValueError(
+                f"{name}: bytes {first_byte}..{first_byte + len(wanted)} of {info.num_bytes}"
+            )
+        self._shards[info.shard].read_into(wanted, info.offset + first_byte)
+
+
+class _Shard:
+    """One open file: mapped, and readable at any place."""
+
+    def __init__(self, path: Path, fd: int):
+        self.path = path
+        self.size = os.fstat(fd).st_size
+        self.mapped = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
+        self._fd = os.dup(fd)
+        weakref.finalize(self, os.close, self._fd)
+
+    def read_into(self, target: memoryview, offset: int) -> None:
+        """Fills `target` with the bytes from `offset` on."""
+        at = 0
+        while at < len(target):
+            if hasattr(os, "preadv"):
+                count = os.preadv(self._fd, [target[at:]], offset + at)
+            else:
+                part = os.pread(self._fd, len(target) - at, offset + at)
+                count = len(part)
+                target[at : at + count] = part
+            if count == 0:
+                raise CheckpointError(self.path, [f"ends at byte {offset + at} while it is read"])
+            at += count
 
 
 def _list_shards(folder: Path) -> tuple[list[str], dict[str, str] | None, list[str]]:
@@ -287,8 +325,8 @@ def _link_problems(folder: Path, names: list[str]) -> list[str]:
     ]
 
 
-def _map_shard(path: Path) -> tuple[mmap.mmap, list[TensorInfo]]:
-    """The mapped file and its tensors.
+def _open_shard(path: Path) -> tuple[_Shard, list[TensorInfo]]:
+    """The open file and its tensors.
 
     Raises:
         CheckpointError: every fault of this file.
@@ -301,14 +339,14 @@ def _map_shard(path: Path) -> tuple[mmap.mmap, list[TensorInfo]]:
             header, problem = _read_header(file, size)
             if problem:
                 raise CheckpointError(path, [problem])
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            opened = _Shard(path, file.fileno())
     except OSError as error:
         raise CheckpointError(path, [f"not readable ({_one_line(error)})"]) from None
-    start = 8 + int.from_bytes(mapped[:8], "little")
+    start = 8 + int.from_bytes(opened.mapped[:8], "little")
     infos, problems = _check_header(header, path.name, start, size)
     if problems:
         raise CheckpointError(path, problems)
-    return mapped, infos
+    return opened, infos
 
 
 def _read_header(file: Any, size: int) -> tuple[dict[str, Any], str]:
