@@ -157,28 +157,10 @@ class CheckpointFiles:
         Raises:
             CheckpointError: names everything that is wrong; no tensor has been read.
         """
-        folder = Path(folder).expanduser().absolute()
-        if not folder.is_dir():
-            raise CheckpointError(folder, ["no such folder"])
-        shards, weight_map, problems = _list_shards(folder)
-        tensors: dict[str, TensorInfo] = {}
-        opened: dict[str, _Shard] = {}
-        for shard in shards:
-            try:
-                opened[shard], infos = _open_shard(folder / shard)
-            except CheckpointError as error:
-                problems += [f"{shard}: {problem}" for problem in error.problems]
-                continue
-            for info in infos:
-                if info.name in tensors:
-                    both = f"{tensors[info.name].shard} and {shard}"
-                    problems.append(f"{info.name} is in two shards, {both}")
-                tensors[info.name] = info
-        if weight_map is not None:
-            problems += _compare_index(weight_map, tensors, set(opened))
-        if problems:
-            raise CheckpointError(folder, problems)
-        return cls(folder, tensors, opened)
+        found = survey(folder)
+        if found.problems:
+            raise CheckpointError(found.files.folder, found.problems)
+        return found.files
 
     @property
     def num_bytes(self) -> int:
@@ -225,6 +207,60 @@ class CheckpointFiles:
             )
         self._shards[info.shard].read_into(wanted, info.offset + first_byte)
 
+    @property
+    def shard_sizes(self) -> dict[str, int]:
+        """Bytes of every shard, header included."""
+        return {name: shard.size for name, shard in self._shards.items()}
+
+    def read_shard_into(self, target: np.ndarray, shard: str, offset: int) -> None:
+        """Fills `target` (contiguous) with bytes of a shard, its header included."""
+        self._shards[shard].read_into(target.reshape(-1).view(np.uint8).data, offset)
+
+
+@dataclasses.dataclass(frozen=True)
+class Survey:
+    """What a folder holds, as its headers and file sizes tell; nothing of it has been read."""
+
+    files: CheckpointFiles
+    """The shards that are whole; the others are left out."""
+    problems: list[str]
+    broken: dict[str, str]
+    """Files that are missing or spoilt, and why."""
+    absent: frozenset[str]
+    """Tensors that the index puts into those."""
+
+
+def survey(folder: str | os.PathLike[str]) -> Survey:
+    """Opens what can be opened and says what is wrong with the rest.
+
+    Raises:
+        CheckpointError: there is no such folder.
+    """
+    folder = Path(folder).expanduser().absolute()
+    if not folder.is_dir():
+        raise CheckpointError(folder, ["no such folder"])
+    shards, weight_map, broken, problems = _list_shards(folder)
+    tensors: dict[str, TensorInfo] = {}
+    opened: dict[str, _Shard] = {}
+    for shard in shards:
+        try:
+            opened[shard], infos = _open_shard(folder / shard)
+        except CheckpointError as error:
+            problems += [f"{shard}: {problem}" for problem in error.problems]
+            broken[shard] = error.problems[0]
+            continue
+        for info in infos:
+            if info.name in tensors:
+                both = f"{tensors[info.name].shard} and {shard}"
+                problems.append(f"{info.name} is in two shards, {both}")
+            tensors[info.name] = info
+    absent: set[str] = set()
+    if weight_map is not None:
+        problems += _compare_index(weight_map, tensors, set(opened))
+        absent = {name for name, shard in weight_map.items() if shard in broken}
+    files = CheckpointFiles(folder, tensors, opened)
+    return Survey(files, problems, broken, frozenset(absent))
+
 
 class _Shard:
     """One open file: mapped, and readable at any place."""
@@ -251,8 +287,11 @@ class _Shard:
             at += count
 
 
-def _list_shards(folder: Path) -> tuple[list[str], dict[str, str] | None, list[str]]:
-    """The shards to open, the index's weight map when there is one, and what is wrong."""
+def _list_shards(
+    folder: Path,
+) -> tuple[list[str], dict[str, str] | None, dict[str, str], list[str]]:
+    """The shards to open, the index's weight map when there is one, files that are missing or no
+    index, and what is wrong."""
     on_disk = sorted(
         name
         for name in os.listdir(folder)
@@ -261,20 +300,38 @@ def _list_shards(folder: Path) -> tuple[list[str], dict[str, str] | None, list[s
     index = folder / INDEX_NAME
     if not index.is_symlink() and not index.exists():
         if not on_disk:
-            return [], None, [f"neither {SINGLE_NAME} nor {INDEX_NAME} is in the folder"]
-        if on_disk != [SINGLE_NAME]:
-            return on_disk, None, [f"no {INDEX_NAME}, but shards: {summarise(on_disk)}"]
-        return on_disk, None, _link_problems(folder, on_disk)
+            reason = f"neither {SINGLE_NAME} nor {INDEX_NAME} is in the folder"
+            return [], None, {INDEX_NAME: "missing"}, [reason]
+        if on_disk == [SINGLE_NAME]:
+            return on_disk, None, {}, _link_problems(folder, on_disk)
+        problems = [f"no {INDEX_NAME}, but shards: {summarise(on_disk)}"]
+        unlisted = _missing_numbers(on_disk)
+        if unlisted:
+            problems.append(f"missing by the numbers of the others: {summarise(unlisted)}")
+        return on_disk, None, dict.fromkeys([INDEX_NAME, *unlisted], "missing"), problems
     weight_map, problems = _read_index(index)
     if weight_map is None:
-        return on_disk, None, problems
+        return on_disk, None, {INDEX_NAME: problems[0]}, problems
     named = sorted(set(weight_map.values()))
+    broken = {}
     for shard in named:
         if shard not in on_disk:
             num = sum(value == shard for value in weight_map.values())
             problems.append(f"{shard}: missing, the index puts {num} tensors there")
+            broken[shard] = "missing"
     problems += [f"{shard}: not in {INDEX_NAME}" for shard in on_disk if shard not in named]
-    return [shard for shard in on_disk if shard in named], weight_map, problems
+    return [shard for shard in on_disk if shard in named], weight_map, broken, problems
+
+
+def _missing_numbers(names: list[str]) -> list[str]:
+    """What shards named "x-00002-of-00064.safetensors" say of others that are not there."""
+    found = [m for m in (re.fullmatch(r"(.*-)(\d+)-of-(\d+)\.safetensors", n) for n in names) if m]
+    every = {
+        f"{m[1]}{number:0{len(m[2])}}-of-{m[3]}.safetensors"
+        for m in found
+        for number in range(1, min(int(m[3]), 10_000) + 1)
+    }
+    return sorted(every - set(names))
 
 
 def _read_index(path: Path) -> tuple[dict[str, str] | None, list[str]]:

@@ -11,7 +11,7 @@ import functools
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import numpy as np
 
@@ -188,10 +188,22 @@ def weight_shapes(cfg: ModelConfig) -> dict[str, tuple[int, int]]:
     return out
 
 
-def check(cfg: ModelConfig, files: CheckpointFiles) -> Plan:
+def check(
+    cfg: ModelConfig,
+    files: CheckpointFiles,
+    *,
+    absent: Collection[str] = (),
+    with_values: bool = True,
+) -> Plan:
     """How to read the checkpoint, once its names, shapes, dtypes and quantisation all fit.
 
     INT4 experts are recognised by their `weight_packed` tensors, never by the configuration.
+
+    Args:
+        cfg: what config.json says.
+        files: the checkpoint's tensors.
+        absent: published names whose absence has been told already.
+        with_values: also reads every `weight_shape`, 8 bytes each; without it only headers count.
 
     Raises:
         CheckpointError: names everything that does not fit.
@@ -207,7 +219,12 @@ def check(cfg: ModelConfig, files: CheckpointFiles) -> Plan:
         )
     wanted = expected(cfg, is_int4=is_int4)
     prefix = TEXT_PREFIX if any(n.startswith(TEXT_PREFIX) for n in found.values()) else ""
-    missing = [prefix + n for n in wanted if n not in found and _module(n) not in explained]
+    told = {name.removeprefix(TEXT_PREFIX) for name in absent}
+    missing = [
+        prefix + n
+        for n in wanted
+        if n not in found and n not in told and _module(n) not in explained
+    ]
     extra = [found[n] for n in found if n not in wanted and _module(n) not in explained]
     if missing:
         problems.append(f"missing: {summarise(missing)}")
@@ -232,7 +249,7 @@ def check(cfg: ModelConfig, files: CheckpointFiles) -> Plan:
         problems.append(f"shape: {summarise(shapes)}")
     if dtypes:
         problems.append(f"dtype: {summarise(dtypes)}")
-    if is_int4:
+    if is_int4 and with_values:
         implied = {n: shape for n, shape in weight_shapes(cfg).items() if n in fitting}
         problems += _check_weight_shapes(files, found, implied)
     if problems:
@@ -244,7 +261,7 @@ def check(cfg: ModelConfig, files: CheckpointFiles) -> Plan:
         cfg=cfg if is_int4 else dataclasses.replace(cfg, quantization=None),
         parameters=parameters(cfg, is_int4=is_int4),
         is_int4=is_int4,
-        file_names={name: found[name] for name in wanted},
+        file_names={name: found[name] for name in wanted if name in found},
     )
 
 

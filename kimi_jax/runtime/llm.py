@@ -39,7 +39,7 @@ from kimi_jax.runtime.mesh import (
     make_mesh,
     parse_mesh,
 )
-from kimi_jax.runtime.placement import abstract_model
+from kimi_jax.runtime.placement import abstract_model, stored_dtype
 from kimi_jax.runtime.replies import ChatCollector, Collector, Piece, Result, TextCollector
 from kimi_jax.runtime.sampling import SamplingParams
 from kimi_jax.text.chat import ChatTemplate
@@ -140,7 +140,12 @@ class LLM:
         check_sizes(cfg, self.mesh)
         # Before the target's weights: a drafter whose files do not fit is found out first.
         bound = None if drafter is None else drafter.bind(cfg, self.mesh, DTYPES[self.dtype])
-        abstract = abstract_model(plan, self.mesh, DTYPES[self.dtype])
+        abstract = abstract_model(
+            cfg,
+            self.mesh,
+            DTYPES[self.dtype],
+            embedding_dtype=stored_dtype(plan, "embed_tokens"),
+        )
         began = time.perf_counter()
         params = load_params(plan, abstract.wanted, progress=progress)
         self.load_seconds = time.perf_counter() - began
