@@ -53,7 +53,7 @@ if int(ready_bytes):
     # Freed memory stays with the process: no mapping of its own for large arrays, no trimming.
     libc = ctypes.CDLL(None)
     libc.mallopt(-4, 0)
-    libc.mallopt(-1, 2**31 - 1)
+    libc.mallopt(-1, -1)
     np.empty(int(ready_bytes), np.uint8)[::4096] = 1
 began, cpu = time.perf_counter(), time.process_time()
 plan = check(ModelConfig.from_folder(Path(folder)), CheckpointFiles.open(folder))

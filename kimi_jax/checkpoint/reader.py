@@ -158,9 +158,10 @@ class CheckpointFiles:
             CheckpointError: names everything that is wrong; no tensor has been read.
         """
         found = survey(folder)
+        files = found.files
         if found.problems:
-            raise CheckpointError(found.files.folder, found.problems)
-        return found.files
+            raise CheckpointError(files.folder, found.problems)
+        return cls(files.folder, files.tensors, files._shards)
 
     @property
     def num_bytes(self) -> int:
