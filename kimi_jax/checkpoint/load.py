@@ -29,8 +29,9 @@ _STRIP = 64
 _ALIGNMENT = 64
 _MAX_THREADS = 16
 # Larger blocks spend less on calls, and three of them a thread are memory beside the weights: a
-# thousandth of what is loaded, within these bounds (the fastest of 1, 2 and 4 MiB at full width).
-_SMALLEST_BLOCK, _LARGEST_BLOCK = 1 << 19, 1 << 21
+# four-thousandth of what is loaded, within these bounds (2 MiB was faster than 1 and 4 at full
+# width).
+_SMALLEST_BLOCK, _LARGEST_BLOCK = 1 << 18, 1 << 21
 # Below this NumPy's transpose costs less than the call into XLA's.
 _SMALLEST_FOR_XLA = 1 << 15
 
@@ -58,7 +59,7 @@ def load_params(
     """
     _check_wanted(plan, wanted)
     sizes = (math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in wanted.values())
-    block = min(max(_SMALLEST_BLOCK, sum(sizes) // 1000), _LARGEST_BLOCK)
+    block = min(max(_SMALLEST_BLOCK, sum(sizes) // 4000), _LARGEST_BLOCK)
     reads = [_Read(plan, row, wanted[path], block) for path, row in plan.parameters.items()]
     # The largest first: what is in flight beside them then adds to little else.
     reads.sort(key=lambda read: -read.num_bytes)
