@@ -3,6 +3,7 @@
     python scripts/make_random_checkpoint.py OUT --preset tiny
     python scripts/make_random_checkpoint.py OUT --preset mini
     python scripts/make_random_checkpoint.py OUT --preset kimi-k2.5-layer
+    python scripts/make_random_checkpoint.py OUT --preset kimi-k2.5-layer-16th
 
 OUT gets config.json, generation_config.json, the safetensors shards with their index, and a
 byte-level tokenizer with the published special tokens and chat template. Weights have a standard
@@ -15,6 +16,9 @@ stream that numpy guarantees, whatever the prefix, dtype, sharding or order: gol
 | tiny | 3 layers of width 64, 8 experts | 1.2 MB | 1 s |
 | mini | 12 layers of width 1024, 64 INT4 experts a layer | 0.88 GB | 7 s |
 | kimi-k2.5-layer | one MoE layer of the full size, 4096 ids | 9.9 GB | 90 s |
+| kimi-k2.5-layer-16th | the same names at a sixteenth of the width | 76 MB | 2 s |
+
+The last has experts of an eighth of the width, the least that 8 devices can cut into groups of 32.
 
 One tensor is in memory at a time (300 MB at most). The last line of stdout is JSON.
 """
@@ -121,6 +125,25 @@ PRESETS: dict[str, dict[str, Any]] = {
         "qk_nope_head_dim": 128,
         "qk_rope_head_dim": 64,
         "v_head_dim": 128,
+        "max_position_embeddings": 262144,
+        "rope": RopeConfig(factor=64.0, mscale_all_dim=1.0),
+    },
+    "kimi-k2.5-layer-16th": _COMMON
+    | {
+        "vocab_size": 512,
+        "hidden_size": 448,
+        "num_hidden_layers": 1,
+        "first_k_dense_replace": 0,
+        "intermediate_size": 1152,
+        "moe_intermediate_size": 256,
+        "n_routed_experts": 384,
+        "num_experts_per_tok": 8,
+        "num_attention_heads": 8,
+        "q_lora_rank": 96,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
         "max_position_embeddings": 262144,
         "rope": RopeConfig(factor=64.0, mscale_all_dim=1.0),
     },

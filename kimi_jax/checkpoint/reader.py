@@ -12,6 +12,7 @@ import math
 import mmap
 import os
 import re
+import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard
@@ -140,14 +141,14 @@ class TensorInfo:
 class CheckpointFiles:
     """The tensors of a checked checkpoint folder, by published name.
 
-    The shards stay mapped while this object or an array read from it lives, so neither a change
-    of the working directory nor a renamed folder matters.
+    The shards stay mapped and open while this object or an array read from it lives, so neither a
+    change of the working directory nor a renamed folder matters.
     """
 
-    def __init__(self, folder: Path, tensors: dict[str, TensorInfo], maps: dict[str, mmap.mmap]):
+    def __init__(self, folder: Path, tensors: dict[str, TensorInfo], shards: dict[str, "_Shard"]):
         self.folder = folder
         self.tensors = tensors
-        self._maps = maps
+        self._shards = shards
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str]) -> "CheckpointFiles":
@@ -156,28 +157,11 @@ class CheckpointFiles:
         Raises:
             CheckpointError: names everything that is wrong; no tensor has been read.
         """
-        folder = Path(folder).expanduser().absolute()
-        if not folder.is_dir():
-            raise CheckpointError(folder, ["no such folder"])
-        shards, weight_map, problems = _list_shards(folder)
-        tensors: dict[str, TensorInfo] = {}
-        maps: dict[str, mmap.mmap] = {}
-        for shard in shards:
-            try:
-                maps[shard], infos = _map_shard(folder / shard)
-            except CheckpointError as error:
-                problems += [f"{shard}: {problem}" for problem in error.problems]
-                continue
-            for info in infos:
-                if info.name in tensors:
-                    both = f"{tensors[info.name].shard} and {shard}"
-                    problems.append(f"{info.name} is in two shards, {both}")
-                tensors[info.name] = info
-        if weight_map is not None:
-            problems += _compare_index(weight_map, tensors, set(maps))
-        if problems:
-            raise CheckpointError(folder, problems)
-        return cls(folder, tensors, maps)
+        found = survey(folder)
+        files = found.files
+        if found.problems:
+            raise CheckpointError(files.folder, found.problems)
+        return cls(files.folder, files.tensors, files._shards)
 
     @property
     def num_bytes(self) -> int:
@@ -202,19 +186,113 @@ class CheckpointFiles:
         """
         info = self.tensors[name]
         start, stop = info.offset, info.offset + info.num_bytes
-        raw = np.frombuffer(self._maps[info.shard], np.uint8)[start:stop]
+        raw = np.frombuffer(self._shards[info.shard].mapped, np.uint8)[start:stop]
         array = raw.view(DTYPES[info.dtype] if dtype is None else dtype)
         return array.reshape(info.shape if shape is None else shape)[(*index, ...)]
 
-    def release(self) -> None:
-        """Lets the process forget the pages it has touched (the system's file cache keeps them)."""
-        if hasattr(mmap, "MADV_DONTNEED"):
-            for mapped in self._maps.values():
-                mapped.madvise(mmap.MADV_DONTNEED)
+    def read_into(self, target: np.ndarray, name: str, first_byte: int = 0) -> None:
+        """Fills `target` (contiguous) with the tensor's stored bytes from `first_byte` on.
+
+        Through the file, not the mapping: a buffer used again and again costs no page faults, and
+        the process is never charged for pages of the file. Safe to call from many threads.
+
+        Raises:
+            CheckpointError: the file ends before the tensor does.
+            OSError: the file cannot be read.
+        """
+        info = self.tensors[name]
+        wanted = target.reshape(-1).view(np.uint8).data
+        if not 0 <= first_byte <= first_byte + len(wanted) <= info.num_bytes:
+            raise ValueError(
+                f"{name}: bytes {first_byte}..{first_byte + len(wanted)} of {info.num_bytes}"
+            )
+        self._shards[info.shard].read_into(wanted, info.offset + first_byte)
+
+    @property
+    def shard_sizes(self) -> dict[str, int]:
+        """Bytes of every shard, header included."""
+        return {name: shard.size for name, shard in self._shards.items()}
+
+    def read_shard_into(self, target: np.ndarray, shard: str, offset: int) -> None:
+        """Fills `target` (contiguous) with bytes of a shard, its header included."""
+        self._shards[shard].read_into(target.reshape(-1).view(np.uint8).data, offset)
 
 
-def _list_shards(folder: Path) -> tuple[list[str], dict[str, str] | None, list[str]]:
-    """The shards to open, the index's weight map when there is one, and what is wrong."""
+@dataclasses.dataclass(frozen=True)
+class Survey:
+    """What a folder holds, as its headers and file sizes tell; nothing of it has been read."""
+
+    files: CheckpointFiles
+    """The shards that are whole; the others are left out."""
+    problems: list[str]
+    broken: dict[str, str]
+    """Files that are missing or spoilt, and why."""
+    absent: frozenset[str]
+    """Tensors that the index puts into those."""
+
+
+def survey(folder: str | os.PathLike[str]) -> Survey:
+    """Opens what can be opened and says what is wrong with the rest.
+
+    Raises:
+        CheckpointError: there is no such folder.
+    """
+    folder = Path(folder).expanduser().absolute()
+    if not folder.is_dir():
+        raise CheckpointError(folder, ["no such folder"])
+    shards, weight_map, broken, problems = _list_shards(folder)
+    tensors: dict[str, TensorInfo] = {}
+    opened: dict[str, _Shard] = {}
+    for shard in shards:
+        try:
+            opened[shard], infos = _open_shard(folder / shard)
+        except CheckpointError as error:
+            problems += [f"{shard}: {problem}" for problem in error.problems]
+            broken[shard] = error.problems[0]
+            continue
+        for info in infos:
+            if info.name in tensors:
+                both = f"{tensors[info.name].shard} and {shard}"
+                problems.append(f"{info.name} is in two shards, {both}")
+            tensors[info.name] = info
+    absent: set[str] = set()
+    if weight_map is not None:
+        problems += _compare_index(weight_map, tensors, set(opened))
+        absent = {name for name, shard in weight_map.items() if shard in broken}
+    files = CheckpointFiles(folder, tensors, opened)
+    return Survey(files, problems, broken, frozenset(absent))
+
+
+class _Shard:
+    """One open file: mapped, and readable at any place."""
+
+    def __init__(self, path: Path, fd: int):
+        self.path = path
+        self.size = os.fstat(fd).st_size
+        self.mapped = mmap.mmap(fd, 0, access=mmap.ACCESS_READ)
+        self._fd = os.dup(fd)
+        weakref.finalize(self, os.close, self._fd)
+
+    def read_into(self, target: memoryview, offset: int) -> None:
+        """Fills `target` with the bytes from `offset` on."""
+        at = 0
+        while at < len(target):
+            if hasattr(os, "preadv"):
+                count = os.preadv(self._fd, [target[at:]], offset + at)
+            else:
+                part = os.pread(self._fd, len(target) - at, offset + at)
+                count = len(part)
+                target[at : at + count] = part
+            if count == 0:
+                raise CheckpointError(self.path, [f"ends at byte {offset + at} while it is read"])
+            at += count
+
+
+def _list_shards(
+    folder: Path,
+) -> tuple[list[str], dict[str, str] | None, dict[str, str], list[str]]:
+    """The shards to open, the index's weight map when there is one, files that are missing or no
+    index, and what is wrong."""
     on_disk = sorted(
         name
         for name in os.listdir(folder)
@@ -223,20 +301,38 @@ def _list_shards(folder: Path) -> tuple[list[str], dict[str, str] | None, list[s
     index = folder / INDEX_NAME
     if not index.is_symlink() and not index.exists():
         if not on_disk:
-            return [], None, [f"neither {SINGLE_NAME} nor {INDEX_NAME} is in the folder"]
-        if on_disk != [SINGLE_NAME]:
-            return on_disk, None, [f"no {INDEX_NAME}, but shards: {summarise(on_disk)}"]
-        return on_disk, None, _link_problems(folder, on_disk)
+            reason = f"neither {SINGLE_NAME} nor {INDEX_NAME} is in the folder"
+            return [], None, {INDEX_NAME: "missing"}, [reason]
+        if on_disk == [SINGLE_NAME]:
+            return on_disk, None, {}, _link_problems(folder, on_disk)
+        problems = [f"no {INDEX_NAME}, but shards: {summarise(on_disk)}"]
+        unlisted = _missing_numbers(on_disk)
+        if unlisted:
+            problems.append(f"missing by the numbers of the others: {summarise(unlisted)}")
+        return on_disk, None, dict.fromkeys([INDEX_NAME, *unlisted], "missing"), problems
     weight_map, problems = _read_index(index)
     if weight_map is None:
-        return on_disk, None, problems
+        return on_disk, None, {INDEX_NAME: problems[0]}, problems
     named = sorted(set(weight_map.values()))
+    broken = {}
     for shard in named:
         if shard not in on_disk:
             num = sum(value == shard for value in weight_map.values())
             problems.append(f"{shard}: missing, the index puts {num} tensors there")
+            broken[shard] = "missing"
     problems += [f"{shard}: not in {INDEX_NAME}" for shard in on_disk if shard not in named]
-    return [shard for shard in on_disk if shard in named], weight_map, problems
+    return [shard for shard in on_disk if shard in named], weight_map, broken, problems
+
+
+def _missing_numbers(names: list[str]) -> list[str]:
+    """What shards named "x-00002-of-00064.safetensors" say of others that are not there."""
+    found = [m for m in (re.fullmatch(r"(.*-)(\d+)-of-(\d+)\.safetensors", n) for n in names) if m]
+    every = {
+        f"{m[1]}{number:0{len(m[2])}}-of-{m[3]}.safetensors"
+        for m in found
+        for number in range(1, min(int(m[3]), 10_000) + 1)
+    }
+    return sorted(every - set(names))
 
 
 def _read_index(path: Path) -> tuple[dict[str, str] | None, list[str]]:
@@ -287,8 +383,8 @@ def _link_problems(folder: Path, names: list[str]) -> list[str]:
     ]
 
 
-def _map_shard(path: Path) -> tuple[mmap.mmap, list[TensorInfo]]:
-    """The mapped file and its tensors.
+def _open_shard(path: Path) -> tuple[_Shard, list[TensorInfo]]:
+    """The open file and its tensors.
 
     Raises:
         CheckpointError: every fault of this file.
@@ -301,14 +397,14 @@ def _map_shard(path: Path) -> tuple[mmap.mmap, list[TensorInfo]]:
             header, problem = _read_header(file, size)
             if problem:
                 raise CheckpointError(path, [problem])
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            opened = _Shard(path, file.fileno())
     except OSError as error:
         raise CheckpointError(path, [f"not readable ({_one_line(error)})"]) from None
-    start = 8 + int.from_bytes(mapped[:8], "little")
+    start = 8 + int.from_bytes(opened.mapped[:8], "little")
     infos, problems = _check_header(header, path.name, start, size)
     if problems:
         raise CheckpointError(path, problems)
-    return mapped, infos
+    return opened, infos
 
 
 def _read_header(file: Any, size: int) -> tuple[dict[str, Any], str]:

@@ -11,12 +11,12 @@ import functools
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 import numpy as np
 
 from kernels_pallas.grouped_matmul.layout import GROUP_SIZE, VALUES_PER_WORD
-from kimi_jax.checkpoint.reader import CheckpointError, CheckpointFiles, summarise
+from kimi_jax.checkpoint.reader import DTYPES, CheckpointError, CheckpointFiles, summarise
 from kimi_jax.config import ModelConfig
 
 TEXT_PREFIX = "language_model."
@@ -114,15 +114,19 @@ class Parameter:
         """Every published tensor this parameter takes values from."""
         return (self.name.replace("{e}", str(e)) for e in range(self.num_experts or 1))
 
-    def view(self, stored: Callable[[Index], np.ndarray], index: Index) -> np.ndarray:
-        """The part `index` (without the expert axis) of the parameter, as a view of what `stored`
-        gives for an index into an array of `split_shape`."""
-        cut = [slice(None)] * len(self.split_shape)
+    def split_index(self, index: Index) -> Index:
+        """Where the part `index` (without the expert axis) lies in an array of `split_shape`."""
+        cut = [slice(0, size) for size in self.split_shape]
         own = self.shape[-len(self.order) :]
         for axis, start, size, wanted in zip(self.order, self.start, own, index, strict=True):
             first, last, _ = wanted.indices(size)
             cut[axis] = slice(start + first, start + last)
-        return stored(tuple(cut)).transpose(self.order)
+        return tuple(cut)
+
+    def view(self, stored: Callable[[Index], np.ndarray], index: Index) -> np.ndarray:
+        """The part `index` (without the expert axis) of the parameter, as a view of what `stored`
+        gives for an index into an array of `split_shape`."""
+        return stored(self.split_index(index)).transpose(self.order)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,10 +188,22 @@ def weight_shapes(cfg: ModelConfig) -> dict[str, tuple[int, int]]:
     return out
 
 
-def check(cfg: ModelConfig, files: CheckpointFiles) -> Plan:
+def check(
+    cfg: ModelConfig,
+    files: CheckpointFiles,
+    *,
+    absent: Collection[str] = (),
+    with_values: bool = True,
+) -> Plan:
     """How to read the checkpoint, once its names, shapes, dtypes and quantisation all fit.
 
     INT4 experts are recognised by their `weight_packed` tensors, never by the configuration.
+
+    Args:
+        cfg: what config.json says.
+        files: the checkpoint's tensors.
+        absent: published names whose absence has been told already.
+        with_values: also reads every `weight_shape`, 8 bytes each; without it only headers count.
 
     Raises:
         CheckpointError: names everything that does not fit.
@@ -203,7 +219,12 @@ def check(cfg: ModelConfig, files: CheckpointFiles) -> Plan:
         )
     wanted = expected(cfg, is_int4=is_int4)
     prefix = TEXT_PREFIX if any(n.startswith(TEXT_PREFIX) for n in found.values()) else ""
-    missing = [prefix + n for n in wanted if n not in found and _module(n) not in explained]
+    told = {name.removeprefix(TEXT_PREFIX) for name in absent}
+    missing = [
+        prefix + n
+        for n in wanted
+        if n not in found and n not in told and _module(n) not in explained
+    ]
     extra = [found[n] for n in found if n not in wanted and _module(n) not in explained]
     if missing:
         problems.append(f"missing: {summarise(missing)}")
@@ -228,7 +249,7 @@ def check(cfg: ModelConfig, files: CheckpointFiles) -> Plan:
         problems.append(f"shape: {summarise(shapes)}")
     if dtypes:
         problems.append(f"dtype: {summarise(dtypes)}")
-    if is_int4:
+    if is_int4 and with_values:
         implied = {n: shape for n, shape in weight_shapes(cfg).items() if n in fitting}
         problems += _check_weight_shapes(files, found, implied)
     if problems:
@@ -240,7 +261,7 @@ def check(cfg: ModelConfig, files: CheckpointFiles) -> Plan:
         cfg=cfg if is_int4 else dataclasses.replace(cfg, quantization=None),
         parameters=parameters(cfg, is_int4=is_int4),
         is_int4=is_int4,
-        file_names={name: found[name] for name in wanted},
+        file_names={name: found[name] for name in wanted if name in found},
     )
 
 
@@ -353,7 +374,11 @@ def _check_weight_shapes(
 ) -> list[str]:
     wrong = []
     for name, shape in implied.items():
-        value = tuple(files.read(found[name]).tolist())
+        # Not mapped: the kernel maps 64 KiB around each touch, and there are 69,120 of them.
+        info = files.tensors[found[name]]
+        stored = np.empty(info.shape, DTYPES[info.dtype])
+        files.read_into(stored, info.name)
+        value = tuple(stored.tolist())
         if value != shape:
             wrong.append(f"{found[name]} says {list(value)}, the words hold {list(shape)}")
     return [f"weight_shape: {summarise(wrong)}"] if wrong else []

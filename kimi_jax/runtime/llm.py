@@ -16,12 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from kimi_jax.checkpoint.load import load_params
-from kimi_jax.checkpoint.reader import DTYPES as DTYPES_STORED
 from kimi_jax.checkpoint.reader import CheckpointFiles, resolve
-from kimi_jax.checkpoint.table import Plan, check
+from kimi_jax.checkpoint.table import check
 from kimi_jax.config import ModelConfig
 from kimi_jax.model.transformer import Kimi
 from kimi_jax.runtime.conditions import num_compiles
@@ -39,8 +38,8 @@ from kimi_jax.runtime.mesh import (
     check_sizes,
     make_mesh,
     parse_mesh,
-    rules_for,
 )
+from kimi_jax.runtime.placement import abstract_model, stored_dtype
 from kimi_jax.runtime.replies import ChatCollector, Collector, Piece, Result, TextCollector
 from kimi_jax.runtime.sampling import SamplingParams
 from kimi_jax.text.chat import ChatTemplate
@@ -141,27 +140,19 @@ class LLM:
         check_sizes(cfg, self.mesh)
         # Before the target's weights: a drafter whose files do not fit is found out first.
         bound = None if drafter is None else drafter.bind(cfg, self.mesh, DTYPES[self.dtype])
-        abstract = nnx.eval_shape(lambda: Kimi(cfg, dtype=DTYPES[self.dtype], rngs=nnx.Rngs(0)))
-        graph, state = nnx.split(abstract)
-        rules = rules_for(self.mesh)
-        wanted = {
-            _dotted(path): jax.ShapeDtypeStruct(
-                param.shape,
-                _stored_dtype(plan, _dotted(path)) or param.dtype,
-                sharding=NamedSharding(self.mesh, rules.pspec(param.axes)),
-            )
-            for path, param in nnx.to_flat_state(state)
-        }
+        abstract = abstract_model(
+            cfg,
+            self.mesh,
+            DTYPES[self.dtype],
+            embedding_dtype=stored_dtype(plan, "embed_tokens"),
+        )
         began = time.perf_counter()
-        params = load_params(plan, wanted, progress=progress)
+        params = load_params(plan, abstract.wanted, progress=progress)
         self.load_seconds = time.perf_counter() - began
-        flat = [
-            (path, param.replace(params[_dotted(path)])) for path, param in nnx.to_flat_state(state)
-        ]
         self.engine = Engine(
             cfg,
-            graph,
-            nnx.from_flat_state(flat),
+            abstract.graph,
+            abstract.fill(params),
             self.mesh,
             max_length=self.max_length,
             max_batch=max_batch,
@@ -416,22 +407,6 @@ def _as_list(prompts: Any) -> list[Any]:
     if listed and all(isinstance(x, (int, np.integer)) for x in listed):
         return [listed]
     return listed
-
-
-def _stored_dtype(plan: Plan, path: str) -> jnp.dtype | None:
-    """The files' own dtype for the embedding, whose rows are widened after the look-up.
-
-    Exact, and half the memory in float32. INT4 scales are widened once, here: inside the expert
-    products it would cost a fifth of a step on a CPU.
-    """
-    if path != "embed_tokens":
-        return None
-    name = plan.file_names[plan.parameters[path].name_of(0)]
-    return jnp.dtype(DTYPES_STORED[plan.files.tensors[name].dtype])
-
-
-def _dotted(path: tuple) -> str:
-    return ".".join(map(str, path))
 
 
 def _mesh(mesh: Mapping[str, int] | str | Mesh | None, platform: str | None) -> Mesh:

@@ -13,7 +13,7 @@ from kimi_jax.text.chat import ChatTemplate
 from kimi_jax.text.tokenizer import Tokenizer
 
 # What the docstring says of each preset, in bytes.
-SIZES = {"tiny": 1.2e6, "mini": 0.88e9, "kimi-k2.5-layer": 9.9e9}
+SIZES = {"tiny": 1.2e6, "mini": 0.88e9, "kimi-k2.5-layer": 9.9e9, "kimi-k2.5-layer-16th": 76e6}
 
 
 def test_command_line(script, tmp_path):

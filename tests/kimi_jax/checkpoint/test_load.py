@@ -11,9 +11,9 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kernels_pallas.grouped_matmul.layout import nibble_planes, pack_words
-from kimi_jax.checkpoint import table
+from kimi_jax.checkpoint import load, table
 from kimi_jax.checkpoint.load import load_params
-from kimi_jax.checkpoint.reader import CheckpointFiles
+from kimi_jax.checkpoint.reader import CheckpointError, CheckpointFiles
 from kimi_jax.checkpoint.writer import export_params, write_checkpoint
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -24,10 +24,9 @@ class CountingFiles(CheckpointFiles):
 
     reads: list[tuple[str, int]]
 
-    def read(self, name, index=(), **kwargs):
-        out = super().read(name, index, **kwargs)
-        self.__dict__.setdefault("reads", []).append((name, out.nbytes))
-        return out
+    def read_into(self, target, name, first_byte=0):
+        super().read_into(target, name, first_byte)
+        self.__dict__.setdefault("reads", []).append((name, target.nbytes))
 
 
 def plan_of(folder, cfg) -> table.Plan:
@@ -158,17 +157,104 @@ def test_8_devices_load_what_1_device_loads(cfg, plain_cfg, make_params, tmp_pat
     for path, row in plan.parameters.items():
         shard_shape = wanted[path].sharding.shard_shape(row.shape)
         assert [s.data.shape for s in loaded[path].addressable_shards] == [shard_shape] * 8
-        # No read is larger than what a shard takes from one published tensor.
-        from_one = int(np.prod(shard_shape)) * (1 if row.kind == "words" else 2)
-        from_one = from_one * 2 if row.kind == "float32" else from_one
-        if row.num_experts:
-            from_one //= shard_shape[0]
-        names = set(map(plan.file_names.__getitem__, row.names()))
-        if row.name.endswith("kv_b_proj.weight"):
+    # Each byte of a tensor was read once, whichever devices share it.
+    assert_read_once(plan)
+
+
+def assert_read_once(plan):
+    sizes: dict[str, int] = {}
+    for name, size in plan.files.reads:
+        sizes[name] = sizes.get(name, 0) + size
+    wanted = {plan.file_names[n]: 0 for row in plan.parameters.values() for n in row.names()}
+    for row in plan.parameters.values():
+        for name in row.names():
+            # Both halves of kv_b_proj read their heads whole.
+            wanted[plan.file_names[name]] += plan.files.tensors[plan.file_names[name]].num_bytes
+    assert sizes == wanted
+
+
+class OneDeviceOf8(jax.sharding.Sharding):
+    """What a process sees that owns one device of a mesh of eight."""
+
+    def __init__(self, whole, device):
+        self._whole, self._device = whole, device
+
+    def check_compatible_aval(self, shape):
+        self._whole.check_compatible_aval(shape)
+
+    def addressable_devices_indices_map(self, shape):
+        return {self._device: self._whole.devices_indices_map(shape)[self._device]}
+
+
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("is_int4", [True, False])
+def test_a_process_reads_the_rows_its_devices_need(
+    cfg, plain_cfg, make_params, tmp_path, monkeypatch, is_int4, side
+):
+    cfg = cfg if is_int4 else plain_cfg
+    params = make_params(cfg)
+    write_checkpoint(tmp_path, export_params(params, cfg), cfg.to_dict())
+    plan = plan_of(tmp_path, cfg)
+    mesh = Mesh(np.array(jax.devices()[:8]), ("x",))
+    device = jax.devices()[5]
+    kept = {}
+
+    def keep(shape, sharding, callback, dtype):
+        [(_, index)] = sharding.addressable_devices_indices_map(shape).items()
+        return jnp.asarray(np.array(callback(index)))
+
+    monkeypatch.setattr(jax, "make_array_from_callback", keep)
+    wanted = {}
+    for path, leaf in wanted_of(plan).items():
+        row = plan.parameters[path]
+        whole = NamedSharding(mesh, shard_axis(row, side, 8, "x"))
+        wanted[path] = jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=OneDeviceOf8(whole, device)
+        )
+        kept[path] = params[path][whole.devices_indices_map(row.shape)[device]]
+    assert_same(load_params(plan, wanted, progress=False), kept)
+    for path, row in plan.parameters.items():
+        first_axis_is_cut = kept[path].shape[-len(row.order) :][row.order.index(0)]
+        share = first_axis_is_cut / row.shape[-len(row.order) :][row.order.index(0)]
+        names = {plan.file_names[name] for name in row.names()}
+        if len(names) == row.num_experts:
+            share *= kept[path].shape[0] / row.num_experts
+        if row.name.endswith("kv_b_proj.weight") or share == 1:
             continue
-        assert {size for name, size in plan.files.reads if name in names} == {from_one}, path
-    # Each byte was asked for once: no device read another's part.
-    assert sum(size for _, size in plan.files.reads) == sum(v.nbytes for v in params.values())
+        stored = sum(plan.files.tensors[name].num_bytes for name in names)
+        assert sum(n for name, n in plan.files.reads if name in names) == share * stored, path
+
+
+@pytest.mark.parametrize("block", [1, 100, 1 << 14, 1 << 22])
+@pytest.mark.parametrize("with_xla", [True, False])
+def test_blocks_of_any_size_give_the_same_bits(
+    cfg, make_params, tmp_path, monkeypatch, block, with_xla
+):
+    params = make_params(cfg)
+    write_checkpoint(tmp_path, export_params(params, cfg), cfg.to_dict())
+    plan = plan_of(tmp_path, cfg)
+    monkeypatch.setattr(load, "_SMALLEST_BLOCK", block)
+    monkeypatch.setattr(load, "_LARGEST_BLOCK", block)
+    monkeypatch.setattr(load, "_SMALLEST_FOR_XLA", 1)
+    if not with_xla:
+        monkeypatch.setattr(load, "_cpu_device", lambda: None)
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("e", "f"))
+    expert = PartitionSpec("e", None, "f")
+    wanted = wanted_of(
+        plan,
+        sharding=lambda row: NamedSharding(mesh, expert if row.num_experts else PartitionSpec()),
+    )
+    assert_same(load_params(plan, wanted, progress=False), params)
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_named(cfg, make_params, tmp_path):
+    write_checkpoint(tmp_path, export_params(make_params(cfg), cfg), cfg.to_dict())
+    plan = plan_of(tmp_path, cfg)
+    path = tmp_path / "model.safetensors"
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size // 2)
+    with pytest.raises(CheckpointError, match=r"model.safetensors: ends at byte \d+"):
+        load_params(plan, wanted_of(plan), progress=False)
 
 
 def test_copies_of_a_shard_are_read_once(cfg, make_params, tmp_path):
@@ -178,7 +264,7 @@ def test_copies_of_a_shard_are_read_once(cfg, make_params, tmp_path):
     mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("data", "x"))
     wanted = wanted_of(plan, sharding=lambda row: NamedSharding(mesh, shard_axis(row, 1, 4, "x")))
     assert_same(load_params(plan, wanted, progress=False), params)
-    assert sum(size for _, size in plan.files.reads) == sum(v.nbytes for v in params.values())
+    assert_read_once(plan)
 
 
 def test_experts_shared_out_whole(cfg, make_params, tmp_path):

@@ -1,0 +1,88 @@
+"""Which parameters the model wants, of what dtype, and which part of each lies on which device.
+
+Shapes alone: nothing is read or built, and the mesh may be one of devices that do not exist.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+
+from kimi_jax.axes import WHOLE
+from kimi_jax.checkpoint.reader import DTYPES
+from kimi_jax.checkpoint.table import Plan
+from kimi_jax.config import ModelConfig
+from kimi_jax.model.transformer import Kimi
+from kimi_jax.runtime.mesh import RULES
+
+
+@dataclasses.dataclass(frozen=True)
+class AbstractModel:
+    """A model without its weights: `wanted` is what loading needs, by path."""
+
+    graph: Any
+    state: Any
+    wanted: dict[str, jax.ShapeDtypeStruct]
+
+    def fill(self, params: dict[str, jax.Array]) -> Any:
+        """The model's state with these arrays in it."""
+        flat = [
+            (path, param.replace(params[_dotted(path)]))
+            for path, param in nnx.to_flat_state(self.state)
+        ]
+        return nnx.from_flat_state(flat)
+
+
+def abstract_model(
+    cfg: ModelConfig,
+    mesh: Mesh | AbstractMesh,
+    dtype: jnp.dtype,
+    *,
+    embedding_dtype: jnp.dtype | None = None,
+) -> AbstractModel:
+    """The model of a configuration, cut over a mesh.
+
+    Args:
+        cfg: with a `quantization` if the experts are INT4 (`Plan.cfg`).
+        mesh: of the axes in `runtime.mesh`; on one device nothing is cut.
+        dtype: of weights that are not packed, but for the router's bias (float32).
+        embedding_dtype: of the embedding, whose rows are widened after the look-up: that of the
+            files (`stored_dtype`) is exact, and half the memory in float32. INT4 scales are widened
+            once, here: inside the expert products it would cost a fifth of a step on a CPU.
+    """
+    abstract = nnx.eval_shape(lambda: Kimi(cfg, dtype=dtype, rngs=nnx.Rngs(0)))
+    graph, state = nnx.split(abstract)
+    rules = RULES if mesh.size > 1 else WHOLE
+    own = {"embed_tokens": embedding_dtype}
+    wanted = {
+        _dotted(path): jax.ShapeDtypeStruct(
+            param.shape,
+            own.get(_dotted(path)) or param.dtype,
+            sharding=NamedSharding(mesh, rules.pspec(param.axes)),
+        )
+        for path, param in nnx.to_flat_state(state)
+    }
+    return AbstractModel(graph, state, wanted)
+
+
+def stored_dtype(plan: Plan, path: str) -> jnp.dtype:
+    """The dtype a parameter has in the files."""
+    name = plan.file_names[plan.parameters[path].name_of(0)]
+    return jnp.dtype(DTYPES[plan.files.tensors[name].dtype])
+
+
+def bytes_per_device(wanted: dict[str, jax.ShapeDtypeStruct]) -> int:
+    """Bytes of weights on each device: every device holds as much as any other."""
+    total = 0
+    for leaf in wanted.values():
+        shape = leaf.shape if leaf.sharding is None else leaf.sharding.shard_shape(leaf.shape)
+        total += math.prod(shape) * leaf.dtype.itemsize
+    return total
+
+
+def _dotted(path: tuple) -> str:
+    return ".".join(map(str, path))

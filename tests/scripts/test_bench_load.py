@@ -1,0 +1,23 @@
+"""scripts/bench_load.py: what it reports of the small preset."""
+
+import bench_load
+import pytest
+
+
+@pytest.mark.parametrize("more", [[], ["--memory-ready"]])
+def test_the_last_line_compares_with_cat(tiny, script, more):
+    last, text = script.json("bench_load.py", tiny, "--mesh", "tensor=2", "--repeats", 1, *more)
+    [row] = last["rows"]
+    assert 0 < last["share_of_cat"] == row["cat_seconds"] / row["seconds"]
+    assert row["weight_bytes"] < row["peak_bytes"] == last["peak_bytes"]
+    assert last["conditions"]["mesh"] == "tensor=2" and "share" in text
+
+
+def test_wrong_options(tiny, tmp_path, capsys):
+    for args, message in (
+        ([tmp_path], "no safetensors files"),
+        ([tiny, "--repeats", 0], "at least 1"),
+    ):
+        with pytest.raises(SystemExit):
+            bench_load.main([str(arg) for arg in args])
+        assert message in capsys.readouterr().err
