@@ -33,6 +33,9 @@ MOST_WARPS = 32
 
 MOST_STAGES = 8
 
+LEAST = {"rows": 16, "keys": 16, "columns": 16, "inputs": 32}
+"""A tensor core's tile has 16 rows and columns; 32 inputs of an INT4 weight share a scale."""
+
 
 class TilesError(ValueError):
     """Tile data that no kernel can take; the message names file, chip, field and value."""
@@ -237,6 +240,8 @@ def _read_tiles(kind: Any, value: Any, where: str) -> Any:
                 raise TilesError(f"{where}: {name} is {number!r}, expected 1 to {MOST_STAGES}")
         elif not is_count or number < 1 or number & (number - 1):
             raise TilesError(f"{where}: {name} is {number!r}, expected a power of two")
+        elif name in LEAST and number < LEAST[name]:
+            raise TilesError(f"{where}: {name} is {number}, expected {LEAST[name]} at least")
         elif name == "num_warps" and number > MOST_WARPS:
             raise TilesError(f"{where}: {name} is {number}, expected {MOST_WARPS} at most")
     return kind(**fields)

@@ -103,6 +103,8 @@ def main() -> None:
     add("--shapes", default="kimi", help="with --ops: prefix of the named shapes (kimi)")
     args = parser.parse_args()
     try:
+        if args.ops is not None:
+            check_alone(parser, args)
         job = Job.checked(args) if args.ops is None else None
         compile_only.check_plugin()
     except (ValueError, OSError) as error:
@@ -115,6 +117,24 @@ def main() -> None:
         sys.exit(check_ops(args.hardware or list(HARDWARE), args.ops or list(OPS), args.shapes))
     set_gpu_flags(collectives_in_graphs=not args.collectives_outside_graphs)
     sys.exit(check_programs(job))
+
+
+def check_alone(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Refuses options that say nothing of single kernels.
+
+    Raises:
+        ValueError: names them.
+    """
+    mine = ("ops", "shapes", "hardware")
+    given = [k for k, v in vars(args).items() if k not in mine and v != parser.get_default(k)]
+    if given:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise ValueError(
+            f"--ops compiles single kernels at their named shapes; it takes no {names}"
+        )
+    shapes = [s for op in args.ops or OPS for s in OPS[op].specs if s.startswith(args.shapes)]
+    if not shapes:
+        raise ValueError(f"--shapes {args.shapes!r}: no named shape begins so")
 
 
 # The engine's programs.
@@ -501,9 +521,6 @@ def check_ops(hardware: list[str], ops: list[str], prefix: str) -> int:
         for spec in OPS[op].specs
         if spec.startswith(prefix)
     ]
-    if not jobs:
-        print(f"compile_check.py: error: no named shape begins with {prefix!r}", file=sys.stderr)
-        return 2
     rows, failures = [], []
     print(f"{'hardware':13} {'op':14} {'shape':19} {'kernel':24} grid             "
           "threads shared KiB registers spilled")  # fmt: skip

@@ -472,6 +472,8 @@ def main() -> None:
         parser.error("--budget and --seed cannot be negative")
     if args.out is not None and not args.out.resolve().parent.is_dir():
         parser.error(f"--out {args.out}: no such folder")
+    if args.out is not None and args.out.is_dir():
+        parser.error(f"--out {args.out} is a folder; expected a file")
     try:
         plan = interpreted_plan() if args.interpret else gpu_plan(timing.find_gpu())
     except timing.NoGpu as error:

@@ -118,7 +118,8 @@ def forward(
     x = embed(model.embed_tokens[...], tokens, rules).astype(model.norm[...].dtype)
     angles = rope.cos_sin(positions, cfg.rope, cfg.qk_rope_head_dim)
 
-    # Without a cache this has to be differentiable, and kernels are not.
+    # Without a cache this has to be differentiable, and kernels are not. (Those of INT4 experts may
+    # run all the same: such weights have no gradient.)
     implementation = "xla" if cache is None else None
     # What a layer adds to the stream is added where the next norm is taken, in one op.
     norm = functools.partial(norm_linear, eps=cfg.rms_norm_eps, implementation=implementation)

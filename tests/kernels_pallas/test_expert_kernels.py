@@ -71,6 +71,13 @@ def test_named_shapes(name, assert_close_to_scale):
     check(INTERPRETED[name].operands(), assert_close_to_scale)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in SPECS if name.startswith("kimi")])
+def test_named_shapes_of_kimi(name, assert_close_to_scale):
+    """With 24 experts of the 384, which is a matter of memory alone."""
+    check(dataclasses.replace(SPECS[name], E=24).operands(), assert_close_to_scale)
+
+
 SMALL = ExpertSpec(T=6, E=5, D=64, F=32, A=3, dtype="float32")
 """Sizes at which a call costs little, for what depends on ids and weights alone."""
 
@@ -146,16 +153,22 @@ def test_drawn_shapes(data):
 
 
 def test_what_the_kernels_cannot_take_is_said():
-    def reason(x, experts):
+    x, experts, ids, _, _ = SMALL.shapes()
+
+    def reason(x, experts, ids=ids, shared=None):
         found = []
-        jax.eval_shape(lambda *args: found.append(pallas_triton.obstacle(*args)), x, experts)
+        operands = x, experts, ids, shared
+        jax.eval_shape(lambda *args: found.append(pallas_triton.obstacle(*args)), *operands)
         return found[0]
 
-    x, experts, _, _ = SMALL.shapes()
     assert reason(x, experts) is None
     floats = ExpertWeights(*(jax.ShapeDtypeStruct((5, 64, 32), x.dtype),) * 3)  # type: ignore[arg-type]
     assert "floating point" in reason(x, floats)
     assert "float16" in reason(jax.ShapeDtypeStruct(x.shape, jnp.float16), experts)
+    narrow = dataclasses.replace(SMALL, shared=24).shapes()
+    assert "shared expert 24 wide" in reason(*narrow[:3], narrow[4])
+    many = dataclasses.replace(SMALL, T=1 << 24).shapes()
+    assert "16777216 tokens at once" in reason(*many[:3])
     large = dataclasses.replace(SMALL, E=384, D=7168, F=2048).shapes()
     assert "32-bit offsets" in reason(large[0], large[1])
 

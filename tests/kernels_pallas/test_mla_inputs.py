@@ -66,6 +66,13 @@ def test_named_shapes(name, implementation, assert_close_to_scale):
     check(spec, spec.operands(), assert_close_to_scale, implementation)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in SPECS if name.startswith("kimi")])
+def test_named_shapes_of_kimi(name, assert_close_to_scale):
+    spec = dataclasses.replace(SPECS[name], S=64)
+    check(spec, spec.operands(), assert_close_to_scale)
+
+
 @pytest.mark.parametrize("start", [(0, 0), (11, 0), (0, 11), (11, 11)])
 def test_first_and_last_slots(start, assert_close_to_scale):
     """Up to the last slot, and no further."""

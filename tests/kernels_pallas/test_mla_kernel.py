@@ -137,6 +137,15 @@ def test_parts_of_a_cache_merge_by_their_log_sum_exp(assert_close):
     assert_close(out, whole, atol=1e-5)
 
 
+def test_a_nan_comes_out_again():
+    """A broken row of the cache is not to be taken for one nobody sees."""
+    q_latent, q_rope, cache, last = SPECS["tiny-verify"].operands()
+    broken = np.array(cache)
+    broken[0] = np.nan
+    out, lse = run(q_latent, q_rope, broken, np.maximum(last, 0))
+    assert np.isnan(np.asarray(out, np.float32)[0]).all() and np.isnan(lse[0]).all()
+
+
 def test_large_scores_do_not_overflow(assert_close):
     spec = MlaSpec(B=1, T=2, N=2, S=48, C=32, R=16, dtype="float32")
     q_latent, q_rope, cache, last = spec.operands(lengths=(46,))

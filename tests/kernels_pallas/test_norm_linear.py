@@ -66,6 +66,15 @@ def test_named_shapes(name, implementation, assert_close_to_scale):
     check(out, operands, spec.options, assert_close_to_scale, implementation != "xla")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in SPECS if name.startswith("kimi")])
+def test_named_shapes_of_kimi(name, assert_close_to_scale):
+    spec = SPECS[name]
+    operands = spec.operands()
+    out = run(*operands, **spec.options, implementation="interpret")
+    check(out, operands, spec.options, assert_close_to_scale)
+
+
 @settings(max_examples=12, deadline=None)
 @given(
     T=st.integers(1, 64),

@@ -22,7 +22,9 @@ def check(operands, choosing):
     np.testing.assert_allclose(ours.combine_f32, plain.combine_f32, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", [name for name in SPECS if name != "kimi-prefill"])
+@pytest.mark.parametrize(
+    "name", [n if n != "kimi-prefill" else pytest.param(n, marks=pytest.mark.slow) for n in SPECS]
+)
 def test_named_shapes(name):
     check(SPECS[name].operands(), SPECS[name].choosing)
 

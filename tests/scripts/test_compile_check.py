@@ -30,6 +30,8 @@ def fail(monkeypatch, capsys):
         (["--config", "kimi-k9"], "'kimi-k9', expected kimi-k2.5, tiny, or a model's folder"),
         (["--hardware", "rtx-9000"], "invalid choice: 'rtx-9000'"),
         (["--hardware", "h100", "h200"], "programs are compiled for one"),
+        (["--ops", "--layers", "3", "--batch", "2"], "it takes no --batch, --layers"),
+        (["--ops", "--shapes", "kimi-k9"], "'kimi-k9': no named shape begins so"),
         (["--programs", "train"], "invalid choice: 'train'"),
         (["--devices", "0"], "--devices is 0, expected 1..64"),
         (["--devices", "7"], "does not divide this model: num_attention_heads 64 over 7"),

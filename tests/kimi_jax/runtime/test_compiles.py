@@ -77,6 +77,8 @@ def test_a_cold_program_is_named_once(make_llm, caplog, monkeypatch, ids, on):
     llm.generate([ids(2)] * 3, on(1))
     # As if warm-up had ended here.
     monkeypatch.setattr(llm.engine, "_is_warm", True)
+    # Of the cold programs before, if another test has let information be logged.
+    caplog.clear()
     with caplog.at_level(logging.INFO, logger="kimi_jax.runtime.engine"):
         first = llm.generate([ids(60)] * 3, on(1))
         again = llm.generate([ids(61)] * 3, on(1))
