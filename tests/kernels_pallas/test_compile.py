@@ -2,7 +2,8 @@
 
 Compiled in processes of their own: the CUDA plugin has to be admitted before JAX starts. The
 programs of the whole model are read from what the compiler wrote down in this run; nothing is
-stored.
+stored. On JAX before 0.11, which cuts graphs at every collective, five layers stand for the 61: what
+is checked there holds of each layer.
 """
 
 import importlib.util
@@ -81,14 +82,18 @@ def test_few_tokens_take_the_kernels_alone_and_copy_no_weights(ops):
 
 # The whole model: 61 layers at their real size on 8x RTX PRO 6000.
 
+IS_WHOLE = jax.__version_info__ >= (0, 11)
+
 
 @pytest.fixture(scope="module")
 def report():
     out = run(
         *("--hardware", "rtx-pro-6000", "--devices", "8", "--config", "kimi-k2.5"),
         *("--draft-tokens", str(K), "--batch", "1", "--capacity", "8192"),
+        *(() if IS_WHOLE else ("--layers", "5")),
     )
-    assert out["conditions"]["layers"] == 61 and out["conditions"]["all_layers"]
+    assert out["conditions"]["layers"] == (61 if IS_WHOLE else 5)
+    assert out["conditions"]["all_layers"] == IS_WHOLE
     assert set(out["programs"]) == {"step", "verify", "cycle", "prefill"}
     return out
 
@@ -98,6 +103,7 @@ def programs(report):
     return report["programs"]
 
 
+@pytest.mark.skipif(not IS_WHOLE, reason="five layers, which fit")
 def test_it_fits_with_15_gb_to_spare(report):
     memory = report["memory"]
     assert memory["device_bytes"] == 96 * 2**30 and memory["fits"]
@@ -108,7 +114,7 @@ def test_it_fits_with_15_gb_to_spare(report):
 def test_no_expert_weight_is_widened_into_memory(programs, name):
     # One layer's experts of a device are 2.1 GB in bfloat16, those chosen for 4 rows 0.4 GB; a
     # layer's cache is 9.4 MB. JAX 0.10 keeps more beside the drafter's steps, 0.33 GB in a cycle.
-    limit = 0.064 if jax.__version_info__ >= (0, 11) else 0.5
+    limit = 0.064 if IS_WHOLE else 0.5
     assert programs[name]["temp_bytes"] < limit * GB
 
 
@@ -133,7 +139,7 @@ def test_greedy_decoding_gathers_no_full_logits(programs, name, rows):
     assert programs[name]["all_gather_bytes_max"] < rows * VOCABULARY * 4 / 100
 
 
-@pytest.mark.skipif(jax.__version_info__ < (0, 11), reason="collectives stay outside graphs there")
+@pytest.mark.skipif(not IS_WHOLE, reason="collectives stay outside graphs there")
 @pytest.mark.parametrize("name", ["step", "cycle"])
 def test_a_whole_cycle_is_one_graph(programs, name):
     figures = programs[name]

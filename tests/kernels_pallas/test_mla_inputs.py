@@ -81,7 +81,7 @@ def test_first_and_last_slots(start, assert_close_to_scale):
     check(spec, spec.operands(start=start), assert_close_to_scale)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(
     B=st.integers(1, 3),
     T=st.integers(1, 9),

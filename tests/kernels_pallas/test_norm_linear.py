@@ -43,7 +43,7 @@ def check(out, operands, options, assert_close_to_scale, is_kernel=True):
             # Of h as it is rounded, but for its last bit where two sums of squares differ in
             # theirs. (XLA leaves out the rounding of what it never writes.)
             exact = np.asarray(out.h).astype(np.float64) @ exact_kernels[len(seen)]
-            assert_close_to_scale(ours, exact, 1e-4)
+            assert_close_to_scale(ours, exact, 5e-4)
         else:
             assert_close_to_scale(ours, exact, TOLERANCE[dtype])
         seen.append(wanted)
@@ -75,7 +75,7 @@ def test_named_shapes_of_kimi(name, assert_close_to_scale):
     check(out, operands, spec.options, assert_close_to_scale)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     T=st.integers(1, 64),
     D=st.sampled_from([16, 48, 96, 256]),

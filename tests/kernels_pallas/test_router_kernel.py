@@ -29,7 +29,7 @@ def test_named_shapes(name):
     check(SPECS[name].operands(), SPECS[name].choosing)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     T=st.integers(1, 9),
     E=st.integers(2, 40),

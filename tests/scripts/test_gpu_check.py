@@ -30,6 +30,7 @@ def shell(*args: object, **env: str) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.slow
 def test_everything_is_run_in_small(tmp_path):
     path = tmp_path / "out.json"
     # Little runs here, and much is compiled.
