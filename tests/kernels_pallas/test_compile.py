@@ -2,8 +2,8 @@
 
 Compiled in processes of their own: the CUDA plugin has to be admitted before JAX starts. The
 programs of the whole model are read from what the compiler wrote down in this run; nothing is
-stored. On JAX before 0.11, which cuts graphs at every collective, five layers stand for the 61: what
-is checked there holds of each layer.
+stored. On JAX before 0.11, which cuts graphs at every collective, five layers stand for the 61:
+what is checked there holds of each layer.
 """
 
 import importlib.util
