@@ -62,7 +62,7 @@ def set_gpu_flags(*, collectives_in_graphs: bool = True) -> None:
             (marin#8277).
 
     Raises:
-        RuntimeError: the backend is already up without them.
+        RuntimeError: a GPU's backend is already up without them.
     """
     name = GRAPHS_WITH_COLLECTIVES.partition("=")[0]
     flags = os.environ.get("XLA_FLAGS", "").split()
@@ -70,6 +70,8 @@ def set_gpu_flags(*, collectives_in_graphs: bool = True) -> None:
     if not collectives_in_graphs or jax.__version_info__ < (0, 11) or is_settled:
         return
     if xla_bridge.backends_are_initialized():
+        if jax.default_backend() == "cpu":
+            return
         raise RuntimeError(
             "JAX has already started, and XLA reads its flags once: call set_gpu_flags before "
             f"anything that uses JAX, or set XLA_FLAGS={GRAPHS_WITH_COLLECTIVES}"
