@@ -42,7 +42,7 @@ class LatentCache:
 
     def pspecs(self, rules: Rules) -> "LatentCache":
         """Placement of the layers, in their structure."""
-        return LatentCache(layers=(rules.pspec(CACHE_AXES),) * len(self.layers))
+        return jax.tree.map(lambda _: rules.pspec(CACHE_AXES), self)
 
     def moved(
         self,

@@ -10,7 +10,6 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from kernels_pallas import dispatch
 from kimi_jax.model.attention import TreeRows
 from kimi_jax.model.cache import LatentCache
 from kimi_jax.model.transformer import forward, logits
@@ -35,22 +34,15 @@ def quick():
 
 @pytest.fixture(scope="module")
 def model(tiny, model_of):
-    """Widths a kernel takes, positions for the longest text."""
-    return model_of(
-        dataclasses.replace(
-            tiny,
-            num_hidden_layers=2,
-            qk_nope_head_dim=16,
-            qk_rope_head_dim=16,
-            max_position_embeddings=CAPACITY,
-        )
-    )
+    """With positions for the longest text."""
+    sizes = {"num_hidden_layers": 2, "max_position_embeddings": CAPACITY}
+    return model_of(dataclasses.replace(tiny, **sizes))
 
 
 class Programs:
     """Prefill, decoding and a moved branch, with the cache whole or shared out."""
 
-    def __init__(self, model, cache, mesh, implementation=None):
+    def __init__(self, model, cache, mesh):
         graph, self.weights = nnx.split(model)
         self.cfg, self.mesh = model.cfg, make_mesh(mesh)
         rules = rules_for(self.mesh, cache)
@@ -68,11 +60,9 @@ class Programs:
             if tree is not None:
                 depth = jnp.sum(tree_mask, axis=2, dtype=jnp.int32) - 1
                 positions = start[:, None] + depth
-            # The kernels are for few rows.
-            with dispatch.using(None if is_prefill else implementation):
-                out = forward(
-                    model, tokens, positions, cache, rules=rules, is_prefill=is_prefill, tree=tree
-                )
+            out = forward(
+                model, tokens, positions, cache, rules=rules, is_prefill=is_prefill, tree=tree
+            )
             return logits(model, out.hidden), out.cache
 
         def over(function, num_arrays, out_specs):
@@ -142,17 +132,3 @@ def test_each_device_holds_its_share_of_every_row(both, tokens):
             assert part.data.shape[0] == 2 * CAPACITY // 8
             own = np.asarray(part.data).reshape(2, CAPACITY // 8, -1)
             np.testing.assert_allclose(own[:, :64], rows[:, i::8][:, :64], atol=1e-5)
-
-
-def test_on_interpreted_kernels(both, model, tokens, assert_close_to_scale):
-    whole = both[0]
-    kernels = Programs(model, "sequence", {"tensor": 2}, "interpret")
-    found = []
-    for programs in (whole, kernels):
-        _, cache = programs.after(tokens, 256)
-        at = jnp.asarray([253, 250], jnp.int32)
-        mask = jnp.broadcast_to(jnp.asarray(PARENTS_SEEN), (2, NEW, NEW))
-        one, cache = programs.step(programs.weights, cache, tokens[:, :NEW], at)
-        found.append((one, programs.tree(programs.weights, cache, tokens[:, :NEW], at, mask)[0]))
-    for a, b in zip(*found, strict=True):
-        assert_close_to_scale(b, a, TOLERANCE)
