@@ -41,6 +41,7 @@ from kimi_jax.runtime.mesh import (
 )
 from kimi_jax.runtime.placement import abstract_model, stored_dtype
 from kimi_jax.runtime.replies import ChatCollector, Collector, Piece, Result, TextCollector
+from kimi_jax.runtime.run import Run
 from kimi_jax.runtime.sampling import SamplingParams
 from kimi_jax.text.chat import ChatTemplate
 from kimi_jax.text.tokenizer import Tokenizer
@@ -377,7 +378,7 @@ class LLM:
         compiles = num_compiles()
         proposals = [] if self.engine.drafter is None else self.engine.drafter.proposals
         draft_depth = max((p.depth for p in proposals if p is not None), default=None)
-        run = self.engine.run([reply.request for reply in replies], is_streaming=is_streaming)
+        run = Run(self.engine, [r.request for r in replies], is_streaming=is_streaming)
         for reply in replies:
             reply.draft_depth = draft_depth
         for updates in run:

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kimi_jax.runtime.decode import Finish
-from kimi_jax.runtime.engine import Request, RowUpdate, TokenLogprobs
+from kimi_jax.runtime.engine import Request
+from kimi_jax.runtime.run import RowUpdate, TokenLogprobs
 from kimi_jax.text.reply import (
     ContentDelta,
     Event,

@@ -4,8 +4,9 @@ import pytest
 from make_random_checkpoint import write_tokenizer
 
 from kimi_jax.runtime.decode import Finish
-from kimi_jax.runtime.engine import Request, RowUpdate
+from kimi_jax.runtime.engine import Request
 from kimi_jax.runtime.replies import ChatCollector, Collector, TextCollector
+from kimi_jax.runtime.run import RowUpdate
 from kimi_jax.runtime.sampling import SamplingParams
 from kimi_jax.text.tokenizer import Tokenizer
 
