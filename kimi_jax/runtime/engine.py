@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from kimi_jax.axes import Rules, replace
 from kimi_jax.config import ModelConfig
 from kimi_jax.model import transformer
-from kimi_jax.model.cache import LatentCache
+from kimi_jax.model.cache import LatentCache, insert_row
 from kimi_jax.model.layers import rms_norm
 from kimi_jax.runtime import decode as decoding
 from kimi_jax.runtime.decode import (
@@ -164,6 +164,13 @@ class BoundDrafter(Protocol):
 
     def grow(self, drafter_state: Any, batch: int, capacity: int) -> Any:
         """The drafter's state with room for `capacity` slots a row."""
+        ...
+
+    def insert(self, drafter_state: Any, own: Any, row: jax.Array) -> Any:
+        """The drafter's state with this row taken from `own`, one of a single row.
+
+        Both have the same capacity; inside `jax.shard_map` both are the device's parts.
+        """
         ...
 
     def prefill(
@@ -363,6 +370,17 @@ class Engine:
                 drafter=own,
             )
 
+        def insert(state: DecodeState, own: DecodeState, row: jax.Array) -> DecodeState:
+            def local(state: DecodeState, own: DecodeState, row: jax.Array) -> DecodeState:
+                drafts = None
+                if drafter is not None:
+                    drafts = drafter.insert(state.drafter, own.drafter, row)
+                rest = insert_row(replace(state, drafter=None), replace(own, drafter=None), row)
+                return replace(rest, drafter=drafts)
+
+            specs = self._state_pspecs(state)
+            return self._over_mesh(local, (specs, specs, whole), specs)(state, own, row)
+
         self._grow = jax.jit(grow, static_argnames="capacity")
         own = None if drafter is None else self._placements(drafter.state_pspecs(rules))
         self._allocate = jax.jit(
@@ -370,6 +388,7 @@ class Engine:
             static_argnums=(0, 1),
             out_shardings=(self._everywhere, self._everywhere, own),
         )
+        self._insert = jax.jit(insert, donate_argnames="state")
         self._prefill = jax.jit(prefill, static_argnames="size", donate_argnames="state")
         self._decode = jax.jit(decode, donate_argnames="state", static_argnames="proposal")
         self._verify = jax.jit(verify, donate_argnames="cache")
@@ -454,13 +473,28 @@ class Engine:
     def fit(
         self, state: DecodeState, requests: Sequence[Request], lengths: Sequence[int]
     ) -> DecodeState:
-        """The state with room for the next block, rows being `lengths` long."""
+        """The state with room for the next block, rows being `lengths` long.
+
+        It grows by a capacity after the other, so that there are as many programs as capacities.
+        """
         B, S = state.tokens.shape
-        capacity = self._capacity(requests, lengths)
-        if capacity <= S:
-            return state
-        self._enter("grow", B, S, capacity)
-        return self._grow(state, capacity=capacity)
+        wanted = self._capacity(requests, lengths)
+        for capacity in self.capacities:
+            if S < capacity <= wanted:
+                self._enter("grow", B, S, capacity)
+                state, S = self._grow(state, capacity=capacity), capacity
+        return state
+
+    def insert(self, state: DecodeState, request: Request, row: int) -> DecodeState:
+        """The state with this request in the row, its prompt taken in; the others are as before.
+
+        The row has ended, and the state has room for the request (`fit`).
+        """
+        B, S = state.tokens.shape
+        own = self.new_state([request], batch=1, capacity=S)
+        own = self.prefill(own, len(request.prompt) - 1)
+        self._enter("insert", B, S)
+        return self._insert(state, own, np.int32(row))
 
     def _capacity(self, requests: Sequence[Request], lengths: Sequence[int]) -> int:
         limit = max(self._limit(r) for r in requests)
@@ -551,7 +585,13 @@ class Engine:
                     nobody = np.zeros((B,), np.bool_)
                     state, block = self.decode(state, 1, nobody, proposal)
                     jax.device_get(block)
-                for larger in [c for c in self.capacities if c > S >= GROW_FROM][:1]:
+                if B > 1:
+                    nothing = self.new_state([], batch=1, capacity=S)
+                    self._enter("insert", B, S)
+                    state = self._insert(state, nothing, np.int32(0))
+                # A row alone never takes in a longer request.
+                can_grow = S >= GROW_FROM or B > 1
+                for larger in [c for c in self.capacities if c > S and can_grow][:1]:
                     self._enter("grow", B, S, larger)
                     self._grow(state, capacity=larger)
             self._calibrate(B)

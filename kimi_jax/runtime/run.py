@@ -1,14 +1,26 @@
-"""Requests on their way through an engine's programs, block by block."""
+"""Requests on their way through an engine's programs, block by block.
+
+As many rows as the engine allows run together; a row that has ended takes the next request while
+the others go on, so that none waits for the slowest. Knows token ids only, no text.
+"""
 
 import dataclasses
+import itertools
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import jax
 import numpy as np
 
 from kimi_jax.runtime.conditions import num_compiles
-from kimi_jax.runtime.decode import MAX_BLOCK_TOKENS, MAX_DRAFT_DEPTH, Block, Finish
+from kimi_jax.runtime.decode import (
+    MAX_BLOCK_TOKENS,
+    MAX_DRAFT_DEPTH,
+    Block,
+    DecodeState,
+    Finish,
+    TokenLog,
+)
 from kimi_jax.runtime.engine import BlockReport, Engine, Proposal, Request
 
 STREAM_BLOCK_SECONDS = 0.03
@@ -24,148 +36,234 @@ class TokenLogprobs:
     """The most likely tokens, best first, as many as were asked for."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class RowUpdate:
-    """What one block gave one row."""
+    """What one block gave one request; counts and seconds are those since its start."""
 
-    row: int
-    token_ids: tuple[int, ...]
-    finish: Finish
-    cycles: int
-    drafted: int
-    accepted: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...] | None
+    index: int
+    """The request's place among all of the run."""
+    token_ids: tuple[int, ...] = ()
+    finish: Finish = Finish.RUNNING
+    cycles: int = 0
+    drafted: int = 0
+    accepted: tuple[int, ...] = (0,) * MAX_DRAFT_DEPTH
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prefill_seconds: float = 0.0
+    """Of its prompt, and of those that were taken in together with it."""
+    decode_seconds: float = 0.0
+    """Of the blocks it was in."""
+    compiles: int = 0
 
-    @classmethod
-    def none(cls, row: int) -> "RowUpdate":
-        """Before the first block."""
-        return cls(row, (), Finish.RUNNING, 0, 0, (0,) * MAX_DRAFT_DEPTH, None)
+
+@dataclasses.dataclass
+class _Row:
+    """A request that holds a row."""
+
+    request: Request
+    length: int
+    num_compiles: int
+    """When its turn came."""
+    last: RowUpdate
 
 
 class Run:
-    """A batch of requests on its way; iterating gives each block's updates as they come.
+    """Requests on their way; iterating gives each block's updates as they come.
 
-    Rows named by `cancel` end before the next block. `prefill_seconds` and `decode_seconds` grow
-    as the run goes.
+    Requests are asked for one at a time when rows are free, so they may be as many as a file has.
+    Up to `max_batch` start together; a row that has ended takes the next one. `prefill_seconds` and
+    `decode_seconds` grow as the run goes.
     """
 
-    def __init__(self, engine: Engine, requests: Sequence[Request], *, is_streaming: bool = False):
-        if not 0 < len(requests) <= engine.max_batch:
-            raise ValueError(f"{len(requests)} requests; a run takes 1 to {engine.max_batch}")
+    def __init__(self, engine: Engine, requests: Iterable[Request], *, is_streaming: bool = False):
         self.prefill_seconds = 0.0
         self.decode_seconds = 0.0
         self._engine = engine
-        self._requests = requests
+        self._waiting = enumerate(requests)
         self._is_streaming = is_streaming
+        self._rows: list[_Row | None] = []
         self._cancelled: set[int] = set()
 
-    def cancel(self, row: int) -> None:
-        """Ends a row that is still running, as stopped."""
-        self._cancelled.add(row)
+    def cancel(self, index: int) -> None:
+        """Ends a request that is running; the run says no more of it."""
+        self._cancelled.add(index)
 
     def __iter__(self) -> Iterator[list[RowUpdate]]:
-        engine, requests = self._engine, self._requests
-        began = time.perf_counter()
-        state = engine.new_state(requests)
-        state = engine.prefill(state, max(len(r.prompt) for r in requests) - 1)
-        jax.block_until_ready(state.cache)
-        self.prefill_seconds = time.perf_counter() - began
-        running = set(range(len(requests)))
-        lengths = [len(r.prompt) for r in requests]
+        engine, state = self._engine, None
         num_cycles = 1 if self._is_streaming else MAX_BLOCK_TOKENS
-        batch = state.lengths.shape[0]
-        controller = None if engine.drafter is None else engine.drafter.controller(batch)
-        before = {row: RowUpdate.none(row) for row in running}
-        while running - self._cancelled:
+        while (state := self._fill(state)) is not None:
             began = time.perf_counter()
-            cancelled = np.zeros(state.lengths.shape, np.bool_)
-            cancelled[list(self._cancelled)] = True
-            state = engine.fit(state, requests, lengths)
+            live = self._live()
+            state = engine.fit(state, *_extent(live.values()))
             # Growing the cache, now and then, is no part of what a cycle costs.
             fitted, compiles = time.perf_counter(), num_compiles()
-            proposal, most = None, num_cycles
-            if controller is not None:
-                proposal, most = controller.choose([lengths[row] for row in running])
-            state, block = engine.decode(state, min(num_cycles, most), cancelled, proposal)
-            updates = _row_updates(requests, block, running)
-            for update in updates:
-                lengths[update.row] += len(update.token_ids)
+            proposal, most, controller = None, num_cycles, None
+            if engine.drafter is not None:
+                controller = engine.drafter.controller(len(self._rows))
+                proposal, most = controller.choose([row.length for row in live.values()])
+            is_empty = np.array([row is None for row in self._rows])
+            state, block = engine.decode(state, min(num_cycles, most), is_empty, proposal)
+            updates = _row_updates(live, block)
             ended = time.perf_counter()
-            seconds = ended - began
-            self.decode_seconds += seconds
+            self.decode_seconds += ended - began
             if controller is not None and proposal is not None:
                 is_timed = num_compiles() == compiles
+                before = [row.last for row in live.values()]
                 controller.observe(
-                    _report(proposal, updates, before, seconds=ended - fitted, is_timed=is_timed)
+                    _report(proposal, before, updates, seconds=ended - fitted, is_timed=is_timed)
                 )
-            before = {update.row: update for update in updates}
-            running -= {u.row for u in updates if u.finish != Finish.RUNNING}
-            yield updates
+            yield self._take_in(live, updates, ended - began)
             # Text should flow: blocks grow until one takes as long as a reader notices.
-            if self._is_streaming and seconds < STREAM_BLOCK_SECONDS:
+            if self._is_streaming and ended - began < STREAM_BLOCK_SECONDS:
                 num_cycles = min(2 * num_cycles, MAX_BLOCK_TOKENS)
+
+    def _live(self) -> dict[int, _Row]:
+        """The rows that hold a request, by their place in the batch."""
+        return {place: row for place, row in enumerate(self._rows) if row is not None}
+
+    def _fill(self, state: DecodeState | None) -> DecodeState | None:
+        """The state with requests in the rows that are free, as far as there are any.
+
+        Where nothing runs the next ones start together, in a batch of their own size; None if
+        there are none.
+        """
+        for place, row in self._live().items():
+            if row.last.index in self._cancelled:
+                self._cancelled.remove(row.last.index)
+                self._rows[place] = None
+        if state is None or not self._live():
+            return self._start(list(itertools.islice(self._waiting, self._engine.max_batch)))
+        for place, row in enumerate(self._rows):
+            following = next(self._waiting, None) if row is None else None
+            if following is not None:
+                state = self._replace(state, place, *following)
+        return state
+
+    def _start(self, numbered: Sequence[tuple[int, Request]]) -> DecodeState | None:
+        if not numbered:
+            return None
+        began, compiles = time.perf_counter(), num_compiles()
+        requests = [request for _, request in numbered]
+        state = self._engine.new_state(requests)
+        state = self._engine.prefill(state, max(len(r.prompt) for r in requests) - 1)
+        jax.block_until_ready(state.cache)
+        seconds = time.perf_counter() - began
+        self.prefill_seconds += seconds
+        self._rows = [None] * state.lengths.shape[0]
+        for place, (index, request) in enumerate(numbered):
+            self._rows[place] = _row(index, request, seconds, compiles)
+        return state
+
+    def _replace(self, state: DecodeState, place: int, index: int, request: Request) -> DecodeState:
+        began, compiles = time.perf_counter(), num_compiles()
+        row = _row(index, request, 0.0, compiles)
+        state = self._engine.fit(state, *_extent([*self._live().values(), row]))
+        state = self._engine.insert(state, request, place)
+        jax.block_until_ready(state.cache)
+        seconds = time.perf_counter() - began
+        self.prefill_seconds += seconds
+        self._rows[place] = _row(index, request, seconds, compiles)
+        return state
+
+    def _take_in(
+        self, live: dict[int, _Row], updates: Sequence[RowUpdate], seconds: float
+    ) -> list[RowUpdate]:
+        """Moves the rows on and frees those that have ended; the updates with their times."""
+        told = []
+        for (place, row), update in zip(live.items(), updates, strict=True):
+            row.length += len(update.token_ids)
+            row.last = dataclasses.replace(
+                update,
+                prefill_seconds=row.last.prefill_seconds,
+                decode_seconds=row.last.decode_seconds + seconds,
+                compiles=num_compiles() - row.num_compiles,
+            )
+            told.append(row.last)
+            if update.finish != Finish.RUNNING:
+                self._rows[place] = None
+        return told
+
+
+def _row(index: int, request: Request, prefill_seconds: float, compiles: int) -> _Row:
+    return _Row(
+        request=request,
+        length=len(request.prompt),
+        num_compiles=compiles,
+        last=RowUpdate(index=index, prefill_seconds=prefill_seconds),
+    )
+
+
+def _extent(rows: Iterable[_Row]) -> tuple[list[Request], list[int]]:
+    """What `Engine.fit` asks: the requests, and how long each is by now."""
+    listed = list(rows)
+    return [row.request for row in listed], [row.length for row in listed]
 
 
 def _report(
     proposal: Proposal,
-    updates: Sequence[RowUpdate],
-    before: Mapping[int, RowUpdate],
+    before: Sequence[RowUpdate],
+    after: Sequence[RowUpdate],
     *,
     seconds: float,
     is_timed: bool,
 ) -> BlockReport:
     """The block between two updates of each row."""
+    pairs = list(zip(before, after, strict=True))
 
     def mean(values: Iterable[int]) -> float:
-        return sum(values) / len(updates)
+        return sum(values) / len(pairs)
 
-    depths = range(len(updates[0].accepted))
+    depths = range(len(after[0].accepted))
     return BlockReport(
         proposal=proposal,
-        cycles=max(u.cycles - before[u.row].cycles for u in updates),
-        row_cycles=mean(u.cycles - before[u.row].cycles for u in updates),
+        cycles=max(new.cycles - old.cycles for old, new in pairs),
+        row_cycles=mean(new.cycles - old.cycles for old, new in pairs),
         accepted_by_depth=tuple(
-            mean(u.accepted[d] - before[u.row].accepted[d] for u in updates) for d in depths
+            mean(new.accepted[d] - old.accepted[d] for old, new in pairs) for d in depths
         ),
         seconds=seconds,
         is_timed=is_timed,
     )
 
 
-def _row_updates(requests: Sequence[Request], block: Block, running: set[int]) -> list[RowUpdate]:
+def _row_updates(live: dict[int, _Row], block: Block) -> list[RowUpdate]:
     """Reads back a block; the logprobs only if some row asked for them."""
     small = jax.device_get(block._replace(log=None))
-    wants_log = any(requests[row].params.logprobs is not None for row in running)
+    wants_log = any(row.request.params.logprobs is not None for row in live.values())
     log = jax.device_get(block.log) if wants_log else None
     updates = []
-    for row in sorted(running):
-        count, params = int(small.counts[row]), requests[row].params
-        ids = tuple(small.tokens[row, :count].tolist())
-        logprobs = None
-        if params.logprobs is not None and log is not None:
-            logprobs = tuple(
-                TokenLogprobs(
-                    token_id=token,
-                    logprob=float(log.logprob[row, at]),
-                    top=tuple(
-                        zip(
-                            log.top_ids[row, at, : params.logprobs].tolist(),
-                            log.top_logprobs[row, at, : params.logprobs].tolist(),
-                            strict=True,
-                        )
-                    ),
-                )
-                for at, token in enumerate(ids)
-            )
+    for place, row in live.items():
+        ids = tuple(small.tokens[place, : int(small.counts[place])].tolist())
         updates.append(
             RowUpdate(
-                row=row,
+                index=row.last.index,
                 token_ids=ids,
-                finish=Finish(int(small.reasons[row])),
-                cycles=int(small.cycles[row]),
-                drafted=int(small.drafted[row]),
-                accepted=tuple(small.accepted[row].tolist()),
-                logprobs=logprobs,
+                finish=Finish(int(small.reasons[place])),
+                cycles=int(small.cycles[place]),
+                drafted=int(small.drafted[place]),
+                accepted=tuple(small.accepted[place].tolist()),
+                logprobs=_logprobs(log, place, ids, row.request.params.logprobs),
             )
         )
     return updates
+
+
+def _logprobs(
+    log: TokenLog | None, place: int, ids: tuple[int, ...], num_top: int | None
+) -> tuple[TokenLogprobs, ...] | None:
+    """Of a row's tokens of the block, each with the `num_top` most likely ones, if asked for."""
+    if log is None or num_top is None:
+        return None
+    return tuple(
+        TokenLogprobs(
+            token_id=token,
+            logprob=float(log.logprob[place, at]),
+            top=tuple(
+                zip(
+                    log.top_ids[place, at, :num_top].tolist(),
+                    log.top_logprobs[place, at, :num_top].tolist(),
+                    strict=True,
+                )
+            ),
+        )
+        for at, token in enumerate(ids)
+    )

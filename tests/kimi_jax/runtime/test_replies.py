@@ -30,13 +30,10 @@ def feed(collector: Collector, ids: list[int], size: int, finish: Finish) -> lis
     for at, block in enumerate(blocks):
         is_last = at + 1 == len(blocks)
         update = RowUpdate(
-            row=0,
+            index=0,
             token_ids=tuple(block),
             finish=finish if is_last else Finish.RUNNING,
             cycles=at + 1,
-            drafted=0,
-            accepted=(),
-            logprobs=None,
         )
         pieces.append(collector.feed(update))
     return pieces
