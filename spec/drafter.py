@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, Mesh
 from kimi_jax.axes import Rules, replace
 from kimi_jax.checkpoint.reader import resolve
 from kimi_jax.config import ModelConfig
-from kimi_jax.model.cache import grow_rows
+from kimi_jax.model.cache import grow_rows, insert_row
 from kimi_jax.runtime.decode import (
     MAX_BLOCK_TOKENS,
     MAX_DRAFT_DEPTH,
@@ -186,6 +186,15 @@ class Eagle3Drafter:
             )
         return own
 
+    def open(self, cfg: ModelConfig, mesh: Mesh) -> DrafterFiles:
+        """Its files, their headers compared with its configuration, that with the target's.
+
+        Raises:
+            DrafterError, CheckpointError, MeshError: as `bind`.
+        """
+        folder = resolve(self.path_or_id, revision=self.revision)
+        return open_drafter(folder, self._config(folder, cfg, mesh))
+
     def bind(self, cfg: ModelConfig, mesh: Mesh, dtype: jnp.dtype) -> "BoundEagle3":
         """The drafter for this target, its weights loaded and placed on the mesh.
 
@@ -194,9 +203,8 @@ class Eagle3Drafter:
             CheckpointError: no such folder, or files that cannot be read.
             MeshError: the mesh does not divide the drafter.
         """
-        folder = resolve(self.path_or_id, revision=self.revision)
-        own = self._config(folder, cfg, mesh)
-        files = open_drafter(folder, own)
+        files = self.open(cfg, mesh)
+        own = files.cfg
         graph, weights = load_weights(files, own, mesh, dtype)
         return BoundEagle3(
             cfg=own,
@@ -288,6 +296,10 @@ class BoundEagle3:
             for x, n in zip(drafter_state.cache, shares, strict=True)
         )
         return replace(drafter_state, cache=cache)
+
+    def insert(self, drafter_state: DraftState, own: DraftState, row: jax.Array) -> DraftState:
+        """The same with this row taken from `own`: its slots, what it carries, what is pending."""
+        return insert_row(drafter_state, own, row)
 
     def prefill(
         self,

@@ -1,5 +1,7 @@
 """The latent cache: what a token leaves behind for later queries, 576 values a layer in K2.5."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -67,6 +69,19 @@ class LatentCache:
         return LatentCache(
             layers=tuple(write_rows(x, rows, start + offset, share) for x, rows in pairs)
         )
+
+
+def insert_row(rows: Any, own: Any, row: Int[Array, ""]) -> Any:
+    """The tree of arrays with this batch row taken from `own`, a tree of one row alone.
+
+    An array's first axis is the rows, or the rows and their slots as here; how many places of it
+    are a row's is what `own` has, so that a device's part of the slots is as good as all of them.
+    """
+
+    def put(x: jax.Array, one: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice_in_dim(x, one, row * one.shape[0], axis=0)
+
+    return jax.tree.map(put, rows, own)
 
 
 def grow_rows(cache: Float[Array, "BS *row"], batch: int, capacity: int) -> jax.Array:

@@ -1,14 +1,15 @@
-"""The compiled programs of one model on one mesh, and how a batch of requests runs through them.
+"""The compiled programs of one model on one mesh.
 
 Token ids in, token ids out. A program exists for every capacity, batch size and chunk size in use,
 all from short fixed lists, so that after `warm_up` nothing compiles whatever the requests are.
+`runtime/run.py` takes requests through them.
 """
 
 import dataclasses
 import logging
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -20,10 +21,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from kimi_jax.axes import Rules, replace
 from kimi_jax.config import ModelConfig
 from kimi_jax.model import transformer
-from kimi_jax.model.cache import LatentCache
+from kimi_jax.model.cache import LatentCache, insert_row
 from kimi_jax.model.layers import rms_norm
 from kimi_jax.runtime import decode as decoding
-from kimi_jax.runtime.conditions import num_compiles
 from kimi_jax.runtime.decode import (
     MAX_BLOCK_TOKENS,
     MAX_DRAFT_DEPTH,
@@ -52,7 +52,6 @@ CAPACITY_GROWTH = 4
 MEASURED_CYCLES = 7
 """Cycles of a block that measures: as many as a block of the longest proposal holds."""
 MAX_STOP_IDS = 16
-STREAM_BLOCK_SECONDS = 0.03
 GROW_FROM = 4096
 """Requests that fit here get their whole capacity at once: reading that many slots is little next
 to the weights. Longer ones begin here, and their cache grows as they do."""
@@ -167,6 +166,13 @@ class BoundDrafter(Protocol):
         """The drafter's state with room for `capacity` slots a row; on each device's own part."""
         ...
 
+    def insert(self, drafter_state: Any, own: Any, row: jax.Array) -> Any:
+        """The drafter's state with this row taken from `own`, one of a single row.
+
+        Both have the same capacity; inside `jax.shard_map` both are the device's parts.
+        """
+        ...
+
     def prefill(
         self, weights: Any, drafter_state: Any, chunk: Chunk, graph: nnx.GraphDef, rules: Rules
     ) -> Any:
@@ -208,36 +214,8 @@ class Request:
     stop_ids: tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class TokenLogprobs:
-    """Log-probabilities at one output position, of the model's own distribution."""
-
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...]
-    """The most likely tokens, best first, as many as were asked for."""
-
-
-@dataclasses.dataclass(frozen=True)
-class RowUpdate:
-    """What one block gave one row."""
-
-    row: int
-    token_ids: tuple[int, ...]
-    finish: Finish
-    cycles: int
-    drafted: int
-    accepted: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs, ...] | None
-
-    @classmethod
-    def none(cls, row: int) -> "RowUpdate":
-        """Before the first block."""
-        return cls(row, (), Finish.RUNNING, 0, 0, (0,) * MAX_DRAFT_DEPTH, None)
-
-
 class Engine:
-    """Runs requests on one model; every compiled program lives here."""
+    """Every compiled program of one model lives here."""
 
     def __init__(
         self,
@@ -407,6 +385,17 @@ class Engine:
             specs = self._state_pspecs(state)
             return self._over_mesh(local, (specs,), specs)(state)
 
+        def insert(state: DecodeState, own: DecodeState, row: jax.Array) -> DecodeState:
+            def local(state: DecodeState, own: DecodeState, row: jax.Array) -> DecodeState:
+                drafts = None
+                if drafter is not None:
+                    drafts = drafter.insert(state.drafter, own.drafter, row)
+                rest = insert_row(replace(state, drafter=None), replace(own, drafter=None), row)
+                return replace(rest, drafter=drafts)
+
+            specs = self._state_pspecs(state)
+            return self._over_mesh(local, (specs, specs, whole), specs)(state, own, row)
+
         self._grow = jax.jit(grow, static_argnames="capacity")
         own = None if drafter is None else self._placements(drafter.state_pspecs(rules))
         self._allocate = jax.jit(
@@ -414,6 +403,7 @@ class Engine:
             static_argnums=(0, 1),
             out_shardings=(self._placements(cache_specs), self._everywhere, own),
         )
+        self._insert = jax.jit(insert, donate_argnames="state")
         self._prefill = jax.jit(prefill, static_argnames="size", donate_argnames="state")
         self._decode = jax.jit(decode, donate_argnames="state", static_argnames="proposal")
         self._verify = jax.jit(verify, donate_argnames="cache")
@@ -461,10 +451,6 @@ class Engine:
 
     # Running them.
 
-    def run(self, requests: Sequence[Request], *, is_streaming: bool = False) -> "Run":
-        """Starts a batch of at most `max_batch` requests."""
-        return Run(self, requests, is_streaming=is_streaming)
-
     def new_state(
         self, requests: Sequence[Request], *, batch: int | None = None, capacity: int | None = None
     ) -> DecodeState:
@@ -511,13 +497,28 @@ class Engine:
     def fit(
         self, state: DecodeState, requests: Sequence[Request], lengths: Sequence[int]
     ) -> DecodeState:
-        """The state with room for the next block, rows being `lengths` long."""
+        """The state with room for the next block, rows being `lengths` long.
+
+        It grows by a capacity after the other, so that there are as many programs as capacities.
+        """
         B, S = state.tokens.shape
-        capacity = self._capacity(requests, lengths)
-        if capacity <= S:
-            return state
-        self._enter("grow", B, S, capacity)
-        return self._grow(state, capacity=capacity)
+        wanted = self._capacity(requests, lengths)
+        for capacity in self.capacities:
+            if S < capacity <= wanted:
+                self._enter("grow", B, S, capacity)
+                state, S = self._grow(state, capacity=capacity), capacity
+        return state
+
+    def insert(self, state: DecodeState, request: Request, row: int) -> DecodeState:
+        """The state with this request in the row, its prompt taken in; the others are as before.
+
+        The row has ended, and the state has room for the request (`fit`).
+        """
+        B, S = state.tokens.shape
+        own = self.new_state([request], batch=1, capacity=S)
+        own = self.prefill(own, len(request.prompt) - 1)
+        self._enter("insert", B, S)
+        return self._insert(state, own, np.int32(row))
 
     def _capacity(self, requests: Sequence[Request], lengths: Sequence[int]) -> int:
         limit = max(self._limit(r) for r in requests)
@@ -608,7 +609,13 @@ class Engine:
                     nobody = np.zeros((B,), np.bool_)
                     state, block = self.decode(state, 1, nobody, proposal)
                     jax.device_get(block)
-                for larger in [c for c in self.capacities if c > S >= GROW_FROM][:1]:
+                if B > 1:
+                    nothing = self.new_state([], batch=1, capacity=S)
+                    self._enter("insert", B, S)
+                    state = self._insert(state, nothing, np.int32(0))
+                # A row alone never takes in a longer request.
+                can_grow = S >= GROW_FROM or B > 1
+                for larger in [c for c in self.capacities if c > S and can_grow][:1]:
                     self._enter("grow", B, S, larger)
                     self._grow(state, capacity=larger)
             self._calibrate(B)
@@ -701,138 +708,9 @@ class Engine:
         return self.max_length if new is None else min(len(request.prompt) + new, self.max_length)
 
 
-class Run:
-    """A batch of requests on its way; iterating gives each block's updates as they come.
-
-    Rows named by `cancel` end before the next block. `prefill_seconds` and `decode_seconds` grow
-    as the run goes.
-    """
-
-    def __init__(self, engine: Engine, requests: Sequence[Request], *, is_streaming: bool = False):
-        if not 0 < len(requests) <= engine.max_batch:
-            raise ValueError(f"{len(requests)} requests; a run takes 1 to {engine.max_batch}")
-        self.prefill_seconds = 0.0
-        self.decode_seconds = 0.0
-        self._engine = engine
-        self._requests = requests
-        self._is_streaming = is_streaming
-        self._cancelled: set[int] = set()
-
-    def cancel(self, row: int) -> None:
-        """Ends a row that is still running, as stopped."""
-        self._cancelled.add(row)
-
-    def __iter__(self) -> Iterator[list[RowUpdate]]:
-        engine, requests = self._engine, self._requests
-        began = time.perf_counter()
-        state = engine.new_state(requests)
-        state = engine.prefill(state, max(len(r.prompt) for r in requests) - 1)
-        jax.block_until_ready(state.cache)
-        self.prefill_seconds = time.perf_counter() - began
-        running = set(range(len(requests)))
-        lengths = [len(r.prompt) for r in requests]
-        num_cycles = 1 if self._is_streaming else MAX_BLOCK_TOKENS
-        batch = state.lengths.shape[0]
-        controller = None if engine.drafter is None else engine.drafter.controller(batch)
-        before = {row: RowUpdate.none(row) for row in running}
-        while running - self._cancelled:
-            began = time.perf_counter()
-            cancelled = np.zeros(state.lengths.shape, np.bool_)
-            cancelled[list(self._cancelled)] = True
-            state = engine.fit(state, requests, lengths)
-            # Growing the cache, now and then, is no part of what a cycle costs.
-            fitted, compiles = time.perf_counter(), num_compiles()
-            proposal, most = None, num_cycles
-            if controller is not None:
-                proposal, most = controller.choose([lengths[row] for row in running])
-            state, block = engine.decode(state, min(num_cycles, most), cancelled, proposal)
-            updates = _row_updates(requests, block, running)
-            for update in updates:
-                lengths[update.row] += len(update.token_ids)
-            ended = time.perf_counter()
-            seconds = ended - began
-            self.decode_seconds += seconds
-            if controller is not None and proposal is not None:
-                is_timed = num_compiles() == compiles
-                controller.observe(
-                    _report(proposal, updates, before, seconds=ended - fitted, is_timed=is_timed)
-                )
-            before = {update.row: update for update in updates}
-            running -= {u.row for u in updates if u.finish != Finish.RUNNING}
-            yield updates
-            # Text should flow: blocks grow until one takes as long as a reader notices.
-            if self._is_streaming and seconds < STREAM_BLOCK_SECONDS:
-                num_cycles = min(2 * num_cycles, MAX_BLOCK_TOKENS)
-
-
 def _of_target(step: Step) -> Step:
     """A plain step where the weights are (the target's, the drafter's)."""
     return lambda weights, state: step(weights[0], state)
-
-
-def _report(
-    proposal: Proposal,
-    updates: Sequence[RowUpdate],
-    before: Mapping[int, RowUpdate],
-    *,
-    seconds: float,
-    is_timed: bool,
-) -> BlockReport:
-    """The block between two updates of each row."""
-
-    def mean(values: Iterable[int]) -> float:
-        return sum(values) / len(updates)
-
-    depths = range(len(updates[0].accepted))
-    return BlockReport(
-        proposal=proposal,
-        cycles=max(u.cycles - before[u.row].cycles for u in updates),
-        row_cycles=mean(u.cycles - before[u.row].cycles for u in updates),
-        accepted_by_depth=tuple(
-            mean(u.accepted[d] - before[u.row].accepted[d] for u in updates) for d in depths
-        ),
-        seconds=seconds,
-        is_timed=is_timed,
-    )
-
-
-def _row_updates(requests: Sequence[Request], block: Block, running: set[int]) -> list[RowUpdate]:
-    """Reads back a block; the logprobs only if some row asked for them."""
-    small = jax.device_get(block._replace(log=None))
-    wants_log = any(requests[row].params.logprobs is not None for row in running)
-    log = jax.device_get(block.log) if wants_log else None
-    updates = []
-    for row in sorted(running):
-        count, params = int(small.counts[row]), requests[row].params
-        ids = tuple(small.tokens[row, :count].tolist())
-        logprobs = None
-        if params.logprobs is not None and log is not None:
-            logprobs = tuple(
-                TokenLogprobs(
-                    token_id=token,
-                    logprob=float(log.logprob[row, at]),
-                    top=tuple(
-                        zip(
-                            log.top_ids[row, at, : params.logprobs].tolist(),
-                            log.top_logprobs[row, at, : params.logprobs].tolist(),
-                            strict=True,
-                        )
-                    ),
-                )
-                for at, token in enumerate(ids)
-            )
-        updates.append(
-            RowUpdate(
-                row=row,
-                token_ids=ids,
-                finish=Finish(int(small.reasons[row])),
-                cycles=int(small.cycles[row]),
-                drafted=int(small.drafted[row]),
-                accepted=tuple(small.accepted[row].tolist()),
-                logprobs=logprobs,
-            )
-        )
-    return updates
 
 
 def abstract_weights(make: Callable[[], nnx.Module], mesh: Mesh) -> tuple[nnx.GraphDef, Weights]:

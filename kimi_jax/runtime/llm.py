@@ -23,7 +23,6 @@ from kimi_jax.checkpoint.reader import CheckpointFiles, resolve
 from kimi_jax.checkpoint.table import check
 from kimi_jax.config import ModelConfig
 from kimi_jax.model.transformer import Kimi
-from kimi_jax.runtime.conditions import num_compiles
 from kimi_jax.runtime.decode import Finish
 from kimi_jax.runtime.engine import (
     MAX_STOP_IDS,
@@ -42,6 +41,7 @@ from kimi_jax.runtime.mesh import (
 )
 from kimi_jax.runtime.placement import abstract_model, stored_dtype
 from kimi_jax.runtime.replies import ChatCollector, Collector, Piece, Result, TextCollector
+from kimi_jax.runtime.run import Run
 from kimi_jax.runtime.sampling import SamplingParams
 from kimi_jax.text.chat import ChatTemplate
 from kimi_jax.text.tokenizer import Tokenizer
@@ -178,7 +178,9 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Result]:
-        """A result for each prompt, in order; a batch is as many as `max_batch`.
+        """A result for each prompt, in order.
+
+        As many as `max_batch` run together, and where one ends the next begins.
 
         Args:
             prompts: texts or token-id lists, one or many. Text is encoded as it is, without a
@@ -189,23 +191,16 @@ class LLM:
             ValueError: a prompt or option that cannot run, named by its index, before any runs.
         """
         requests = self._requests(prompts, params)
-        results: list[Result] = []
-        size = self.engine.max_batch
-        for start in range(0, len(requests), size):
-            batch = requests[start : start + size]
-            replies = [TextCollector(self.tokenizer, r) for r in batch]
-            for _ in self._drive(replies, is_streaming=False):
-                pass
-            results += [reply.result() for reply in replies]
-        return results
+        replies = (TextCollector(self.tokenizer, request) for request in requests)
+        results = dict(self.as_finished(replies))
+        return [results[index] for index in range(len(requests))]
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Piece]:
         """Yields the reply piece by piece, never half a character or part of a stop string.
 
         The last piece carries the `Result`. Leaving the loop early ends the request.
         """
-        (request,) = self._requests([prompt], params)
-        return self._stream(TextCollector(self.tokenizer, request))
+        return self._stream(self.text_reply(prompt, params))
 
     def chat(
         self,
@@ -223,11 +218,9 @@ class LLM:
             thinking: whether the reply begins by reasoning.
             tools: functions the model may call, as JSON-schema declarations.
         """
-        request = self.chat_request(messages, params, thinking=thinking, tools=tools)
-        reply = ChatCollector(self.tokenizer, request)
-        for _ in self._drive([reply], is_streaming=False):
-            pass
-        return reply.result()
+        reply = self.chat_reply(messages, params, thinking=thinking, tools=tools)
+        [(_, result)] = self.as_finished([reply])
+        return result
 
     def chat_stream(
         self,
@@ -238,8 +231,33 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> Iterator[Piece]:
         """`chat`, piece by piece: reasoning and content as they come, the result at the end."""
+        return self._stream(self.chat_reply(messages, params, thinking=thinking, tools=tools))
+
+    def text_reply(self, prompt: Prompt, params: SamplingParams | None = None) -> TextCollector:
+        """What `stream` would give, not begun: for `as_finished`."""
+        (request,) = self._requests([prompt], params)
+        return TextCollector(self.tokenizer, request)
+
+    def chat_reply(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        thinking: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> ChatCollector:
+        """What `chat` would give, not begun: for `as_finished`."""
         request = self.chat_request(messages, params, thinking=thinking, tools=tools)
-        return self._stream(ChatCollector(self.tokenizer, request))
+        return ChatCollector(self.tokenizer, request)
+
+    def as_finished(self, replies: Iterable[Collector]) -> Iterator[tuple[int, Result]]:
+        """Each reply's place and result, in the order in which they end.
+
+        A reply is asked for when a row is free to begin it, so there may be any number of them.
+        """
+        for index, reply, _ in self._drive(replies, is_streaming=False):
+            if reply.finish != Finish.RUNNING:
+                yield index, reply.result()
 
     def chat_request(
         self,
@@ -369,7 +387,7 @@ class LLM:
 
     def _stream(self, reply: Collector) -> Iterator[Piece]:
         silent: tuple[int, ...] = ()
-        for [piece] in self._drive([reply], is_streaming=True):
+        for _, _, piece in self._drive([reply], is_streaming=True):
             piece = dataclasses.replace(piece, token_ids=silent + piece.token_ids)
             silent = ()
             if reply.finish != Finish.RUNNING:
@@ -379,25 +397,30 @@ class LLM:
             else:
                 silent = piece.token_ids
 
-    def _drive(self, replies: Sequence[Collector], *, is_streaming: bool) -> Iterator[list[Piece]]:
-        """Runs a batch, feeding every row's collector; yields each row's new piece."""
-        compiles = num_compiles()
+    def _drive(
+        self, replies: Iterable[Collector], *, is_streaming: bool
+    ) -> Iterator[tuple[int, Collector, Piece]]:
+        """Runs replies, feeding each what comes for it: its place, itself, and its new piece."""
         proposals = [] if self.engine.drafter is None else self.engine.drafter.proposals
         draft_depth = max((p.depth for p in proposals if p is not None), default=None)
-        run = self.engine.run([reply.request for reply in replies], is_streaming=is_streaming)
-        for reply in replies:
-            reply.draft_depth = draft_depth
+        running: dict[int, Collector] = {}
+
+        def requests() -> Iterator[Request]:
+            for index, reply in enumerate(replies):
+                reply.draft_depth = draft_depth
+                running[index] = reply
+                yield reply.request
+
+        run = Run(self.engine, requests(), is_streaming=is_streaming)
         for updates in run:
-            pieces = [Piece()] * len(replies)
             for update in updates:
-                reply = replies[update.row]
-                pieces[update.row] = reply.feed(update)
-                if reply.finish != Finish.RUNNING and update.finish == Finish.RUNNING:
-                    run.cancel(update.row)
-                reply.prefill_seconds = run.prefill_seconds
-                reply.decode_seconds = run.decode_seconds
-                reply.compiles = num_compiles() - compiles
-            yield pieces
+                reply = running[update.index]
+                piece = reply.feed(update)
+                if reply.finish != Finish.RUNNING:
+                    del running[update.index]
+                    if update.finish == Finish.RUNNING:
+                        run.cancel(update.index)
+                yield update.index, reply, piece
 
 
 @jax.jit

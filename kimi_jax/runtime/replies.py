@@ -12,7 +12,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kimi_jax.runtime.decode import Finish
-from kimi_jax.runtime.engine import Request, RowUpdate, TokenLogprobs
+from kimi_jax.runtime.engine import Request
+from kimi_jax.runtime.run import RowUpdate, TokenLogprobs
 from kimi_jax.text.reply import (
     ContentDelta,
     Event,
@@ -35,11 +36,14 @@ class Usage:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Timings:
-    """Of the batch a request ran in.
+    """What a request took, beside the neighbours it ran with.
 
-    Seconds include compiles, if `compiles` is not zero. `tokens_per_second` is this request's new
-    tokens over the decode seconds. `cycles` are the steps its row was live in; a stop string ends
-    a row at its block's end, so steps past the cut may be among them.
+    `prefill_seconds` are those of its prompt and of those taken in together with it,
+    `decode_seconds` those of the blocks it was in: the time in which other prompts take the rows of
+    requests that have ended is in neither. Both include compiles, if `compiles` is not zero.
+    `tokens_per_second` is this request's new tokens over the decode seconds. `cycles` are the steps
+    its row was live in; a stop string ends a row at its block's end, so steps past the cut may be
+    among them.
     """
 
     prefill_seconds: float
@@ -135,12 +139,10 @@ class Collector(abc.ABC):
         self.request = request
         self.draft_depth: int | None = None
         self.finish = Finish.RUNNING
-        self.prefill_seconds = self.decode_seconds = 0.0
-        self.compiles = 0
         self._ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
-        self._cycles = self._drafted = self._emitted = 0
-        self._accepted: tuple[int, ...] = ()
+        self._emitted = 0
+        self._last = RowUpdate(index=0)
 
     def feed(self, update: RowUpdate) -> Piece:
         """Takes a block's update; after the end, nothing."""
@@ -149,11 +151,7 @@ class Collector(abc.ABC):
         before = len(self._ids)
         self._ids += update.token_ids
         self._logprobs += update.logprobs or ()
-        self._cycles, self._drafted, self._accepted = (
-            update.cycles,
-            update.drafted,
-            update.accepted,
-        )
+        self._last = update
         self._emitted += len(update.token_ids)
         self.finish = update.finish
         # A token that ended the row is not part of its text.
@@ -167,17 +165,17 @@ class Collector(abc.ABC):
 
     def result(self) -> Result:
         """The finished request."""
-        seconds = self.decode_seconds
+        seconds = self._last.decode_seconds
         return Result(
             token_ids=tuple(self._ids),
             finish_reason="stop" if self.finish == Finish.STOP else "length",
             usage=Usage(prompt_tokens=len(self.request.prompt), new_tokens=len(self._ids)),
             timings=Timings(
-                prefill_seconds=self.prefill_seconds,
+                prefill_seconds=self._last.prefill_seconds,
                 decode_seconds=seconds,
                 tokens_per_second=len(self._ids) / seconds if seconds else 0.0,
-                cycles=self._cycles,
-                compiles=self.compiles,
+                cycles=self._last.cycles,
+                compiles=self._last.compiles,
             ),
             speculation=self._speculation(),
             logprobs=None if self.request.params.logprobs is None else tuple(self._logprobs),
@@ -188,9 +186,9 @@ class Collector(abc.ABC):
         if self.draft_depth is None:
             return None
         return Speculation(
-            cycles=self._cycles,
-            drafted=self._drafted,
-            accepted_by_depth=self._accepted[: self.draft_depth],
+            cycles=self._last.cycles,
+            drafted=self._last.drafted,
+            accepted_by_depth=self._last.accepted[: self.draft_depth],
             emitted=self._emitted,
         )
 

@@ -14,6 +14,7 @@ import oracles
 import pytest
 
 from kimi_jax.axes import replace
+from kimi_jax.model.cache import insert_row
 from kimi_jax.runtime.decode import Finish, append, autoregressive_step
 from kimi_jax.runtime.engine import Drafter
 from kimi_jax.runtime.llm import LLM
@@ -120,6 +121,9 @@ class Replay:
 
     def grow(self, drafter_state, batch, capacity):
         raise AssertionError("no request of these tests outgrows its first capacity")
+
+    def insert(self, drafter_state, own, row):
+        return insert_row(drafter_state, own, row)
 
     def prefill(self, weights, drafter_state, chunk, graph, rules):
         start = chunk.positions[0, 0]

@@ -233,7 +233,7 @@ def test_what_cannot_run_is_named_before_anything_does(
     if params is not None:
         params = [make(p) for p in params] if isinstance(params, list) else make(params)
     with monkeypatch.context() as patch:
-        patch.setattr(llm.engine, "run", None)
+        patch.setattr("kimi_jax.runtime.llm.Run", None)
         with pytest.raises(ValueError, match=message):
             generate(llm, prompts, params)
     ids_of("still works", on())

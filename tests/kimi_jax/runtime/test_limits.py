@@ -6,6 +6,7 @@ from pieces import check_greedy
 
 from kimi_jax.runtime.engine import Engine, Request
 from kimi_jax.runtime.llm import LLM
+from kimi_jax.runtime.run import Run
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -96,10 +97,10 @@ def test_two_engines_over_the_same_weights(llm, ids, on):
         return out
 
     for engine in (*engines, *engines):
-        assert tokens_of([engine.run([request])]) == [expected]
-    streams = [engine.run([request], is_streaming=True) for engine in engines]
+        assert tokens_of([Run(engine, [request])]) == [expected]
+    streams = [Run(engine, [request], is_streaming=True) for engine in engines]
     assert tokens_of(streams) == [expected] * 2
     for left, other in (engines, engines[::-1]):
-        next(iter(left.run([request], is_streaming=True)))
-        assert tokens_of([other.run([request])]) == [expected]
+        next(iter(Run(left, [request], is_streaming=True)))
+        assert tokens_of([Run(other, [request])]) == [expected]
     assert llm.generate([list(request.prompt)], on(40))[0].token_ids == expected

@@ -4,8 +4,9 @@ import pytest
 from make_random_checkpoint import write_tokenizer
 
 from kimi_jax.runtime.decode import Finish
-from kimi_jax.runtime.engine import Request, RowUpdate
+from kimi_jax.runtime.engine import Request
 from kimi_jax.runtime.replies import ChatCollector, Collector, TextCollector
+from kimi_jax.runtime.run import RowUpdate
 from kimi_jax.runtime.sampling import SamplingParams
 from kimi_jax.text.tokenizer import Tokenizer
 
@@ -29,13 +30,10 @@ def feed(collector: Collector, ids: list[int], size: int, finish: Finish) -> lis
     for at, block in enumerate(blocks):
         is_last = at + 1 == len(blocks)
         update = RowUpdate(
-            row=0,
+            index=0,
             token_ids=tuple(block),
             finish=finish if is_last else Finish.RUNNING,
             cycles=at + 1,
-            drafted=0,
-            accepted=(),
-            logprobs=None,
         )
         pieces.append(collector.feed(update))
     return pieces
