@@ -15,9 +15,9 @@ sharding rules.
     Q  query latent rank (q_lora)         C  key-value latent rank (kv_lora)
     P  key-value heads (Llama drafter)
 
-Two letters written together ("UR", "CR") are those axes concatenated, and are never sharded. The
-slots of all batch rows ("BS" in annotations) are placed as "S": where that is cut, each device holds
-a share of every row's slots (`kernels_pallas.slots`).
+Two letters written together ("UR", "CR") are those axes concatenated, and are never sharded. But
+the slots of all batch rows ("BS" in annotations) are placed as "S": where that is cut, each device
+holds a share of every row's slots (`kernels_pallas.slots`).
 """
 
 import dataclasses

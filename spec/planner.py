@@ -92,9 +92,7 @@ class Plan:
             cfg, layers = self.cfg, self.cfg.num_hidden_layers
             heads = rows * cfg.num_attention_heads * DTYPE.itemsize
             for values in (cfg.latent_width, cfg.kv_lora_rank + 4 // DTYPE.itemsize):
-                found.append(
-                    Collective(kind="all-gather", count=layers, num_bytes=heads * values)
-                )
+                found.append(Collective(kind="all-gather", count=layers, num_bytes=heads * values))
         if K:
             # The drafter runs over its K - 1 first tokens one by one, and once over all rows.
             each = counts.all_reduces_a_draft

@@ -9,7 +9,6 @@ DeepSeek-V2 (arXiv 2405.04434, section 2.1.2), of each token and head:
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 

@@ -11,7 +11,6 @@ from kimi_jax.axes import WHOLE, Rules, pytree_dataclass
 from kimi_jax.config import ModelConfig
 from kimi_jax.model.layers import take_rows
 
-
 CACHE_AXES = "S CR"
 """Of a layer's rows, for their placement."""
 
