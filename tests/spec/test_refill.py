@@ -7,9 +7,9 @@ from scripted import REAL, write_script
 from spec_options import OPTIONS
 
 from kimi_jax.runtime.conditions import num_compiles
-from kimi_jax.runtime.llm import LLM
+from kimi_jax.runtime.llm import DEMO, LLM
 from kimi_jax.runtime.run import Run
-from spec import load_drafter
+from spec import DEMO_DRAFTER, load_drafter
 from spec.tree import Chain
 
 
@@ -62,7 +62,10 @@ def requests_of(ids, on):
     return requests_of
 
 
-@pytest.mark.parametrize("kind, mesh", [("llama", None), ("mla", None), ("llama", "tensor=8")])
+@pytest.mark.parametrize(
+    "kind, mesh",
+    [("llama", None), ("llama", "tensor=8"), pytest.param("mla", None, marks=pytest.mark.slow)],
+)
 def test_replies_are_those_of_plain_decoding_alone(
     make_drafted, only, plain, check_replies, requests_of, kind, mesh
 ):
@@ -74,18 +77,21 @@ def test_replies_are_those_of_plain_decoding_alone(
     check_replies(llm.generate(prompts, params), expected)
 
 
-def test_speculation_is_that_of_the_request_alone(make_drafted, only, requests_of):
-    """As many drafts stand: the drafter knows all of the prompt it was given in a running batch."""
-    llm = make_drafted()
-    write_script(llm, REAL)
-    only(Chain(3))
-    prompts, params = requests_of(13)
+def test_speculation_is_that_of_the_request_alone(on):
+    """The demo's drafter is right as often: it knows all of the prompt it was given in a running
+    batch."""
+    drafter = load_drafter(DEMO_DRAFTER, num_draft_tokens=3)
+    llm = LLM(DEMO, drafter=drafter, max_length=128, max_batch=2, progress=False)
+    prompts = ["def add(a, b):", "import ", "class Stack:\n    def push(self", "for i in", "x = ["]
+    params = [on(24), on(5), on(16), on(30), on(9, temperature=0.7, seed=1)]
     found = llm.generate(prompts, params)
     for prompt, own, result in zip(prompts, params, found, strict=True):
-        assert llm.generate([prompt], own)[0].speculation == result.speculation
-    assert sum(result.speculation.accepted for result in found) > 0
+        [alone] = llm.generate([prompt], own)
+        assert (result.token_ids, result.speculation) == (alone.token_ids, alone.speculation)
+    assert sum(result.speculation.accepted for result in found) > 20
 
 
+@pytest.mark.slow
 def test_auto_sees_the_rows_that_are_live(
     target_folder, make_drafter_folder, plain, check_replies, requests_of, monkeypatch
 ):
