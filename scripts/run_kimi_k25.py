@@ -403,6 +403,35 @@ def warm_up(llm: LLM) -> dict[str, Any]:
     return {"programs": count, "seconds": last - began}
 
 
+def load(
+    args: argparse.Namespace, job: Job, requests: RequestMaker, mesh: Mesh
+) -> tuple[LLM, dict[str, Any]]:
+    """The model, every program of it compiled, and what that took of time and memory.
+
+    Raises:
+        ValueError, OSError: it does not fit, or its files cannot be used.
+    """
+    is_cpu = mesh.devices.flat[0].platform == "cpu"
+    dtype = args.dtype or ("float32" if is_cpu else "bfloat16")
+    memory = check_fit(job, requests, mesh, DTYPES[dtype])
+    memory["before_load_bytes"] = tell_memory(mesh, "before loading")
+    llm = LLM(
+        job.model,
+        drafter=job.drafter,
+        mesh=mesh,
+        max_length=requests.max_length,
+        max_batch=job.max_batch,
+        dtype=dtype,
+        platform=args.platform,
+        latent_norm_eps=args.latent_norm_eps,
+    )
+    say(f"loaded in {llm.load_seconds:.1f} s")
+    memory["after_load_bytes"] = tell_memory(mesh, "after loading")
+    warm = warm_up(llm)
+    memory["after_warm_up_bytes"] = tell_memory(mesh, "after warm-up")
+    return llm, {"warm_up": warm, "memory": memory}
+
+
 # Running.
 
 
@@ -591,6 +620,14 @@ def run(args: argparse.Namespace, job: Job) -> dict[str, Any]:
     """
     set_up(args, job)
     prepared = prepare(args, job)
+    with contextlib.ExitStack() as at_the_end:
+        if prepared.replies is not None:
+            at_the_end.callback(prepared.replies.close)
+        return run_prepared(args, job, prepared)
+
+
+def run_prepared(args: argparse.Namespace, job: Job, prepared: Prepared) -> dict[str, Any]:
+    """From the machine to the last reply; the JSON line."""
     totals, known, llm = Totals(), dict[str, Any](), None
     if prepared.replies is not None:
         known = {"rows": len(prepared.rows), "resumed_rows": prepared.replies.num_resumed}
@@ -598,31 +635,12 @@ def run(args: argparse.Namespace, job: Job) -> dict[str, Any]:
         mesh = make_machine(args, job, prepared.requests.cfg)
         if job.probe_out is not None:
             probe(mesh, job.probe_out)
-        is_cpu = mesh.devices.flat[0].platform == "cpu"
-        dtype = args.dtype or ("float32" if is_cpu else "bfloat16")
-        memory = check_fit(job, prepared.requests, mesh, DTYPES[dtype])
-        memory["before_load_bytes"] = tell_memory(mesh, "before loading")
-        llm = LLM(
-            job.model,
-            drafter=job.drafter,
-            mesh=mesh,
-            max_length=prepared.requests.max_length,
-            max_batch=job.max_batch,
-            dtype=dtype,
-            platform=args.platform,
-            latent_norm_eps=args.latent_norm_eps,
-        )
-        say(f"loaded in {llm.load_seconds:.1f} s")
-        memory["after_load_bytes"] = tell_memory(mesh, "after loading")
-        warm = warm_up(llm)
-        memory["after_warm_up_bytes"] = tell_memory(mesh, "after warm-up")
-        known |= {"warm_up": warm, "memory": memory}
+        llm, loaded = load(args, job, prepared.requests, mesh)
+        known |= loaded
         if args.chat:
             chat(args, llm, sampling_params(args), totals)
         else:
             answer(llm, prepared, totals)
-    if prepared.replies is not None:
-        prepared.replies.close()
     return report(args, job, llm, totals, known)
 
 
