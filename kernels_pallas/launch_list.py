@@ -228,6 +228,11 @@ class Launches:
         """The all-gathers of `cycle`."""
         return tuple(x for x in self.cycle if x.kind in ("kAllGather", "kAllGatherStart"))
 
+    @property
+    def all_to_alls(self) -> tuple[Launch, ...]:
+        """The all-to-alls of `cycle`."""
+        return tuple(x for x in self.cycle if x.kind in ("kAllToAll", "kAllToAllStart"))
+
     def by_layer(self) -> dict[int, tuple[Launch, ...]]:
         """Launches of `cycle` that come from each layer of the model, by their scope.
 

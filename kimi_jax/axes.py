@@ -15,7 +15,9 @@ sharding rules.
     Q  query latent rank (q_lora)         C  key-value latent rank (kv_lora)
     P  key-value heads (Llama drafter)
 
-Two letters written together ("UR", "CR") are those axes concatenated, and are never sharded.
+Two letters written together ("UR", "CR") are those axes concatenated, and are never sharded. The
+slots of all batch rows ("BS" in annotations) are placed as "S": where that is cut, each device
+holds a share of every row's slots (`kernels_pallas.slots`).
 """
 
 import dataclasses
@@ -24,6 +26,8 @@ from typing import Any, TypeVar, dataclass_transform
 
 import jax
 from jax.sharding import PartitionSpec
+
+from kernels_pallas.slots import ALL, Share
 
 T_ = TypeVar("T_")
 
@@ -112,6 +116,17 @@ class Rules:
         """This device's place along a letter: its shard starts at index times the shard's size."""
         axes = self.mesh_axes(letter)
         return jax.lax.axis_index(axes) if axes else 0
+
+    def num_shards(self, letter: str) -> int:
+        """Over how many devices a letter is cut; inside `jax.shard_map`."""
+        axes = self.mesh_axes(letter)
+        return jax.lax.axis_size(axes) if axes else 1
+
+    def share(self) -> Share:
+        """Which cache slots this device holds; inside `jax.shard_map`."""
+        if not self.mesh_axes("S"):
+            return ALL
+        return Share(self.shard_index("S"), self.num_shards("S"))
 
 
 WHOLE = Rules()

@@ -57,7 +57,7 @@ from kimi_jax.runtime.conditions import conditions
 from kimi_jax.runtime.decode import MAX_BLOCK_TOKENS, MAX_DRAFT_DEPTH, DecodeState, append
 from kimi_jax.runtime.engine import Request, first_at_least
 from kimi_jax.runtime.flags import set_gpu_environment, set_gpu_flags, simulate_mesh
-from kimi_jax.runtime.mesh import parse_mesh
+from kimi_jax.runtime.mesh import CACHES, parse_mesh
 from kimi_jax.runtime.replies import Speculation
 from spec import DEMO_DRAFTER
 from spec.controller import AdaptiveLength
@@ -348,6 +348,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--temperature", default="0", help="of whole replies, comma-separated (default: 0)")
     add("--replies", type=int, default=1, help="places whole replies begin at (default: 1)")
     add("--mesh", help="devices to cut the model over: tensor=8 or expert=4,tensor=2")
+    add("--cache", choices=CACHES, default="replicated", help="where the latent cache lies")
     add("--dtype", choices=("float32", "bfloat16"))
     return parser
 
@@ -412,6 +413,7 @@ def main() -> None:
                 model,
                 drafter=MeasuredDrafter(path_or_id=drafter, lengths=tuple(args.draft_tokens)),
                 mesh=args.mesh,
+                cache=args.cache,
                 dtype=args.dtype,
                 max_length=_max_length(args.context, target),
                 max_batch=args.batch,
@@ -447,6 +449,7 @@ def main() -> None:
         repeats=args.repeats,
         dtype=llm.dtype,
         mesh=dict(llm.mesh.shape),
+        cache=args.cache,
         config=llm.cfg.to_dict(),
         text=str(args.prompts or "functools.py of this interpreter"),
         text_sha256=hashlib.sha256(args.text.encode()).hexdigest()[:16],

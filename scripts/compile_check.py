@@ -67,7 +67,7 @@ from kimi_jax.runtime.engine import (  # noqa: E402
     abstract_weights,
 )
 from kimi_jax.runtime.flags import MOST_SIMULATED_DEVICES, set_gpu_flags  # noqa: E402
-from kimi_jax.runtime.mesh import MESH_AXES, check_sizes  # noqa: E402
+from kimi_jax.runtime.mesh import CACHES, MESH_AXES, check_cache, check_sizes  # noqa: E402
 from spec.drafter import abstract_drafter, check_mesh  # noqa: E402
 from spec.eagle3.config import DrafterConfig  # noqa: E402
 from spec.training.drafters import new_config  # noqa: E402
@@ -90,6 +90,7 @@ def main() -> None:
     add("--draft-tokens", type=int, default=3, metavar="K", help="drafted a cycle (3)")
     add("--batch", type=int, default=1, help="rows that decode together (1)")
     add("--capacity", type=int, default=8192, help="cache slots a row (8192)")
+    add("--cache", choices=CACHES, default="replicated", help="where the latent cache lies")
     add("--programs", nargs="+", choices=PROGRAMS, default=list(PROGRAMS))
     add("--layers", type=int, help="compiles the first so many layers only, to be quick")
     add("--jobs", type=int, default=2, help="programs compiled at the same time (2)")
@@ -151,6 +152,7 @@ class Job:
     draft_tokens: int
     batch: int
     capacity: int
+    cache: str
     programs: tuple[str, ...]
     whole: bool
     """Whether all the model's layers are there."""
@@ -190,6 +192,7 @@ class Job:
             cfg = dataclasses.replace(full, num_hidden_layers=args.layers)
         mesh = AbstractMesh((1, args.devices), MESH_AXES)
         check_sizes(cfg, mesh)
+        check_cache(args.cache, mesh)
         if args.config == "kimi-k2.5" and cfg == full:
             drafter = DrafterConfig.from_dict(K25_EAGLE3, num_target_layers=most_layers)
         else:
@@ -203,6 +206,7 @@ class Job:
             draft_tokens=args.draft_tokens,
             batch=args.batch,
             capacity=args.capacity,
+            cache=args.cache,
             programs=tuple(name for name in PROGRAMS if name in args.programs),
             whole=cfg.num_hidden_layers == most_layers,
             jobs=args.jobs,
@@ -245,6 +249,7 @@ def make_engine(job: Job) -> Engine:
         max_length=job.capacity,
         max_batch=job.batch,
         drafter=drafter,
+        cache=job.cache,
     )
 
 
@@ -345,6 +350,7 @@ def check_programs(job: Job) -> int:
         compiled_devices=job.devices,
         batch=job.batch,
         capacity=job.capacity,
+        cache=job.cache,
         draft_tokens=job.draft_tokens,
         layers=job.cfg.num_hidden_layers,
         all_layers=job.whole,
@@ -370,6 +376,7 @@ def _describe(
     launches, layers = program.launches, _moe_layers(program, job)
     kernels = [sum(x.is_kernel for x in inside) for inside in layers.values()]
     reduces, gathers = launches.all_reduces, launches.all_gathers
+    exchanges = launches.all_to_alls
     per_layer = [sum(x.is_all_reduce for x in inside) for inside in layers.values()]
     of_drafter = ("drafter_weight_bytes", "drafter_state_bytes")
     drafter_weights, drafter_state = (held[name] if has_drafter else 0 for name in of_drafter)
@@ -383,6 +390,8 @@ def _describe(
         "all_reduce_bytes_max": max((x.num_bytes for x in reduces), default=0),
         "all_gathers": len(gathers),
         "all_gather_bytes_max": max((x.num_bytes for x in gathers), default=0),
+        "all_to_alls": len(exchanges),
+        "all_to_all_bytes_max": max((x.num_bytes for x in exchanges), default=0),
         "graphs": launches.graphs,
         "launches_outside_graphs": len(launches.outside_graphs),
         "launches": count_kinds(launches.cycle),
@@ -448,6 +457,8 @@ def _print_programs(
         ("largest KB", "all_reduce_bytes_max", "kb"),
         ("gathers", "all_gathers", "d"),
         ("largest KB", "all_gather_bytes_max", "kb"),
+        ("all-to-alls", "all_to_alls", "d"),
+        ("largest KB", "all_to_all_bytes_max", "kb"),
         ("graphs", "graphs", "d"),
         ("outside", "launches_outside_graphs", "d"),
         ("temp MB", "temp_bytes", "mb"),

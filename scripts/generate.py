@@ -44,7 +44,7 @@ from kimi_jax.runtime.conditions import conditions
 from kimi_jax.runtime.decode import MAX_DRAFT_DEPTH
 from kimi_jax.runtime.flags import set_gpu_environment, set_gpu_flags, simulate_mesh
 from kimi_jax.runtime.llm import DTYPES
-from kimi_jax.runtime.mesh import MeshError, parse_mesh
+from kimi_jax.runtime.mesh import CACHES, MeshError, parse_mesh
 from kimi_jax.runtime.prompts import merge_sampling
 from kimi_jax.runtime.replies import Piece
 from kimi_jax.runtime.requests import INSTANT_SAMPLING, THINKING_SAMPLING
@@ -153,6 +153,12 @@ def add_machine_options(parser: argparse.ArgumentParser) -> None:
     machine = parser.add_argument_group("model and machine")
     add_machine = machine.add_argument
     add_machine("--mesh", help="devices to cut the model over: tensor=8 or expert=4,tensor=2")
+    add_machine(
+        "--cache",
+        choices=CACHES,
+        default="replicated",
+        help="the latent cache: whole on every device, or its slots shared out over the mesh",
+    )
     add_machine("--platform", choices=("cpu", "gpu"), help="default: the best there is")
     add_machine("--dtype", choices=sorted(DTYPES), help="default: float32 on a CPU, else bfloat16")
     add_machine("--max-length", type=int, help="most tokens of prompt and reply together")
@@ -341,6 +347,7 @@ def start(args: argparse.Namespace, job: Job) -> tuple[LLM, Iterator[Piece]]:
         mesh=job.mesh,
         max_length=args.max_length,
         max_batch=1,
+        cache=args.cache,
         dtype=args.dtype,
         platform=args.platform,
         latent_norm_eps=args.latent_norm_eps,
@@ -396,6 +403,7 @@ def report(args: argparse.Namespace, job: Job, llm: LLM, result: Result) -> dict
             drafter=_drafter_options(args, job),
             dtype=llm.dtype,
             mesh=dict(llm.mesh.shape),
+            cache=args.cache,
             max_length=llm.max_length,
             context_length=result.usage.prompt_tokens + result.usage.new_tokens,
             drafter_config=_drafter_config(llm),

@@ -47,7 +47,7 @@ from kimi_jax.published import K25_EAGLE3
 from kimi_jax.runtime.conditions import conditions
 from kimi_jax.runtime.decode import MAX_DRAFT_DEPTH
 from kimi_jax.runtime.flags import MOST_SIMULATED_DEVICES
-from kimi_jax.runtime.mesh import MESH_AXES, check_sizes
+from kimi_jax.runtime.mesh import CACHES, MESH_AXES, check_cache, check_sizes
 from spec import economics, machines
 from spec.drafter import check_mesh
 from spec.eagle3.config import DrafterConfig
@@ -74,6 +74,7 @@ def make_parser() -> argparse.ArgumentParser:
         "has it, else pcie-switch)",
     )
     add("--context", type=int, default=8192, help="tokens in the cache (8192)")
+    add("--cache", choices=CACHES, default="replicated", help="where the latent cache lies")
     add("--acceptance", default=DEFAULT_ACCEPTANCE, help="of draft tokens by depth (%(default)s)")
     add(
         "--cumulative", action="store_true", help="--acceptance is the share of cycles that keep it"
@@ -116,6 +117,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
     _check_range("--context", args.context, 1, cfg.max_position_embeddings)
     mesh = AbstractMesh((1, args.devices), MESH_AXES)
     check_sizes(cfg, mesh)
+    check_cache(args.cache, mesh)
     layers, most = cfg.num_hidden_layers, args.draft_tokens_max
     if args.config == "kimi-k2.5":
         drafter = DrafterConfig.from_dict(K25_EAGLE3, num_target_layers=layers)
@@ -126,12 +128,17 @@ def make_plan(args: argparse.Namespace) -> Plan:
     rates, deeper = _rates(args.acceptance, most, is_cumulative=args.cumulative)
     if args.launches is not None:
         counts = read_counts(
-            read_run(args.launches), args.launches.name, cfg, args.devices, args.batch
+            read_run(args.launches),
+            args.launches.name,
+            cfg,
+            args.devices,
+            args.batch,
+            args.cache,
         )
     elif args.engine_launches is not None:
         counts = engine_counts(args.engine_launches, layers)
     else:
-        counts = default_counts(layers)
+        counts = default_counts(layers, args.cache)
     E, A = cfg.n_routed_experts, cfg.num_experts_per_tok
     if args.routing is None:
         distinct = [economics.distinct_experts(n + 1, E, A) for n in range(most + 1)]
@@ -152,6 +159,8 @@ def make_plan(args: argparse.Namespace) -> Plan:
             f"{interconnect.devices}"
         )
     assumed += [f"launches: {counts.assumption}" if counts.assumption else "", routed, deeper]
+    if args.cache == "sequence":
+        assumed.append("an all-to-all takes what an all-gather of the same bytes takes")
     assumed.append("arithmetic hides behind reading, which holds for few rows")
     if args.acceptance == DEFAULT_ACCEPTANCE:
         assumed.append(f"acceptance {DEFAULT_ACCEPTANCE} is an example; measure your own")
@@ -162,12 +171,13 @@ def make_plan(args: argparse.Namespace) -> Plan:
         devices=args.devices,
         interconnect=interconnect,
         context=args.context,
+        cache=args.cache,
         batch=args.batch,
         rates=tuple(rates),
         counts=counts,
         distinct=tuple(distinct),
         assumptions=tuple(filter(None, assumed)),
-        target=target_bytes(cfg, args.devices, DTYPE),
+        target=target_bytes(cfg, args.devices, DTYPE, args.cache),
         drafts=drafter_bytes(drafter, args.devices, DTYPE),
     )
 
@@ -260,7 +270,7 @@ def show(
     title = HARDWARE[plan.hardware].title
     print(
         f"PREDICTED, not measured: {plan.devices}x {title}, {plan.interconnect.title}\n"
-        f"{plan.batch} stream(s), {plan.context} tokens of context\n"
+        f"{plan.batch} stream(s), {plan.context} tokens of context, {plan.cache} cache\n"
         f"launches: {plan.counts.source}\n"
     )
     print(" K  ms step  ms cycle  break-even  tokens/cycle  tokens/s  over plain")
@@ -353,6 +363,7 @@ def main() -> None:
         planned_devices=plan.devices,
         interconnect={"title": plan.interconnect.title, "source": plan.interconnect.source},
         context=plan.context,
+        cache=plan.cache,
         batch=plan.batch,
         acceptance=plan.rates,
         distinct_experts=[round(n, 2) for n in plan.distinct],

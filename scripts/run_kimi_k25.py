@@ -60,7 +60,14 @@ from kimi_jax.config import ModelConfig
 from kimi_jax.runtime import flags, machine
 from kimi_jax.runtime.conditions import conditions
 from kimi_jax.runtime.llm import DTYPES, SMALL_FILES
-from kimi_jax.runtime.mesh import MESH_AXES, MeshError, check_sizes, make_mesh, parse_mesh
+from kimi_jax.runtime.mesh import (
+    MESH_AXES,
+    MeshError,
+    check_cache,
+    check_sizes,
+    make_mesh,
+    parse_mesh,
+)
 from kimi_jax.runtime.placement import abstract_model, bytes_per_device
 from kimi_jax.runtime.prompts import PromptRow, ReplyFile, digest, merge_sampling, read_prompts
 from kimi_jax.runtime.replies import Collector, Result, Speculation
@@ -305,6 +312,7 @@ def make_machine(args: argparse.Namespace, job: Job, cfg: ModelConfig) -> Mesh:
     mesh = make_mesh(sizes, args.platform)
     machine.check_alike(machine.devices_of(list(mesh.devices.flat)))
     check_sizes(cfg, mesh)
+    check_cache(args.cache, mesh)
     if job.drafter is not None:
         job.drafter.check(cfg, mesh)
     say(f"{mesh.size} x {found[0].kind}, mesh {dict(mesh.shape)}")
@@ -333,7 +341,9 @@ def probe(mesh: Mesh, out: Path) -> None:
     say(f"collectives: {out}")
 
 
-def check_fit(job: Job, requests: RequestMaker, mesh: Mesh, dtype: jnp.dtype) -> dict[str, Any]:
+def check_fit(
+    args: argparse.Namespace, job: Job, requests: RequestMaker, mesh: Mesh, dtype: jnp.dtype
+) -> dict[str, Any]:
     """What the run needs of each device's memory, by part.
 
     Raises:
@@ -347,7 +357,7 @@ def check_fit(job: Job, requests: RequestMaker, mesh: Mesh, dtype: jnp.dtype) ->
     shapes = () if job.drafter is None else job.drafter.shapes
     slack = max((shape.num_slots for shape in shapes), default=0)
 
-    def sizes(on: Mesh | AbstractMesh) -> Sizes:
+    def sizes(on: Mesh | AbstractMesh, cache: str = args.cache) -> Sizes:
         drafts = None
         if files is not None:
             own = {
@@ -356,7 +366,10 @@ def check_fit(job: Job, requests: RequestMaker, mesh: Mesh, dtype: jnp.dtype) ->
             }
             drafts = drafter_bytes(files.cfg, on.size, dtype, **own)
         weights = bytes_per_device(abstract_model(cfg, on, dtype).wanted)
-        return Sizes.of(cfg, weights, target_bytes(cfg, on.size, dtype), drafts, slack=slack)
+        target = target_bytes(cfg, on.size, dtype, cache)
+        # As the engine's own: slots cut over devices reach a little further.
+        reach = slack + (on.size - 1 if cache == "sequence" else 0)
+        return Sizes.of(cfg, weights, target, drafts, slack=reach)
 
     def larger() -> Iterator[tuple[int, Any]]:
         for count in range(mesh.size + 1, 8 * mesh.size + 1):
@@ -368,11 +381,15 @@ def check_fit(job: Job, requests: RequestMaker, mesh: Mesh, dtype: jnp.dtype) ->
                 yield count, lambda other=other: sizes(other)
 
     own = sizes(mesh)
+    changes = {} if files is None else {"--drafter none": own.without_drafter()}
+    if args.cache == "replicated" and mesh.size > 1:
+        changes["--cache sequence"] = sizes(mesh, "sequence")
     parts = check_memory(
         own,
         min(known) if known else sys.maxsize,
         max_length=requests.max_length,
         max_batch=job.max_batch,
+        changes=changes,
         more_devices=larger(),
     )
     needed = sum(parts.values())
@@ -413,7 +430,7 @@ def load(
     """
     is_cpu = mesh.devices.flat[0].platform == "cpu"
     dtype = args.dtype or ("float32" if is_cpu else "bfloat16")
-    memory = check_fit(job, requests, mesh, DTYPES[dtype])
+    memory = check_fit(args, job, requests, mesh, DTYPES[dtype])
     memory["before_load_bytes"] = tell_memory(mesh, "before loading")
     llm = LLM(
         job.model,
@@ -424,6 +441,7 @@ def load(
         dtype=dtype,
         platform=args.platform,
         latent_norm_eps=args.latent_norm_eps,
+        cache=args.cache,
     )
     say(f"loaded in {llm.load_seconds:.1f} s")
     memory["after_load_bytes"] = tell_memory(mesh, "after loading")
@@ -604,6 +622,7 @@ def report(
             mesh=None if llm is None else dict(llm.mesh.shape),
             max_length=None if llm is None else llm.max_length,
             max_batch=job.max_batch,
+            cache=args.cache,
             seed=args.seed,
             sampling=job.sampling,
             thinking=not args.no_thinking,

@@ -15,7 +15,6 @@ from flax import nnx
 from kimi_jax.axes import Rules, replace
 from kimi_jax.model import transformer
 from kimi_jax.model.attention import TreeRows
-from kimi_jax.model.cache import LatentCache, move_rows
 from kimi_jax.runtime.decode import DecodeState, Step, Weights, append, autoregressive_step
 from spec import draft
 from spec.eagle3.config import DrafterConfig
@@ -82,8 +81,7 @@ def speculative_step(
         assert cache is not None
         if tree is not None:
             true_taps = tuple(pick_rows(x, path) for x in true_taps)
-            layers = tuple(move_rows(x, path[:, 1:], newest, 1) for x in cache.layers)
-            cache = LatentCache(layers=layers)
+            cache = cache.moved(path[:, 1:], newest, 1, rules)
         own = draft.extend(
             model,
             cfg,

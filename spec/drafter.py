@@ -286,9 +286,15 @@ class BoundEagle3:
         like = jax.eval_shape(lambda: self.init_state(1, 1))
         return replace(like, cache=cache, carried=rules.pspec("B D"), pending=rules.pspec(""))
 
-    def grow(self, drafter_state: DraftState, batch: int, capacity: int) -> DraftState:
-        """The same rows with room for `capacity` slots each."""
-        cache = tuple(grow_rows(x, batch, capacity) for x in drafter_state.cache)
+    def grow(
+        self, drafter_state: DraftState, batch: int, capacity: int, rules: Rules
+    ) -> DraftState:
+        """The same rows with room for `capacity` slots each; on a device's own part of them."""
+        shares = [rules.num_shards(axes.split()[0]) for axes in eagle3.cache_axes(self.cfg)]
+        cache = tuple(
+            grow_rows(x, batch, capacity // n)
+            for x, n in zip(drafter_state.cache, shares, strict=True)
+        )
         return replace(drafter_state, cache=cache)
 
     def insert(self, drafter_state: DraftState, own: DraftState, row: jax.Array) -> DraftState:

@@ -21,6 +21,7 @@ class Counts:
     all_reduces: Number
     all_reduces_a_draft: Number
     all_gathers: Number
+    """Of the greedy choice; a layer's exchanges of a shared-out cache are not among them."""
     all_gathers_a_draft: Number
     host: Number
     host_a_draft: Number
@@ -33,6 +34,8 @@ class Counts:
 # step 696 kernels, 3 copies, 4 conditionals; cycle 795, 2, 4; 123 and 132 all-reduces; one graph;
 # temporaries of a prefill chunk 170 MB.
 KERNELS_A_LAYER, KERNELS_AROUND, KERNELS_A_DRAFT = 11, 32, 33
+SEQUENCE_KERNELS_A_LAYER = 17
+"""With the cache's slots shared out (five layers compiled): what is exchanged is also arranged."""
 ALL_REDUCES_A_LAYER, ALL_REDUCES_AROUND, ALL_REDUCES_A_DRAFT = 2, 1, 3
 PREFILL_TEMP_BYTES = 170_000_000
 LOOP_LAUNCHES = 2
@@ -42,10 +45,11 @@ FEWEST_A_LAYER = 9
 KERNEL_KINDS = ("kCustomKernel", "kCopy", "kConditional")
 
 
-def default_counts(layers: int) -> Counts:
+def default_counts(layers: int, cache: str = "replicated") -> Counts:
     """Of this project, from what the compile check found."""
+    a_layer = KERNELS_A_LAYER if cache == "replicated" else SEQUENCE_KERNELS_A_LAYER
     return Counts(
-        kernels=KERNELS_A_LAYER * layers + KERNELS_AROUND,
+        kernels=a_layer * layers + KERNELS_AROUND,
         kernels_a_draft=KERNELS_A_DRAFT,
         all_reduces=ALL_REDUCES_A_LAYER * layers + ALL_REDUCES_AROUND,
         all_reduces_a_draft=ALL_REDUCES_A_DRAFT,
@@ -54,7 +58,7 @@ def default_counts(layers: int) -> Counts:
         host=1 + LOOP_LAUNCHES,
         host_a_draft=0,
         temp_bytes=PREFILL_TEMP_BYTES,
-        source=f"{KERNELS_A_LAYER} kernels and {ALL_REDUCES_A_LAYER} all-reduces a layer, one "
+        source=f"{a_layer} kernels and {ALL_REDUCES_A_LAYER} all-reduces a layer, one "
         "graph a cycle, as compile_check.py found for Kimi-K2.5 (JAX 0.12)",
         assumption="the launch list is the one of Kimi-K2.5 on 8x RTX PRO 6000; --launches takes "
         "another",
@@ -76,7 +80,12 @@ def engine_counts(kernels_a_layer: int, layers: int) -> Counts:
 
 
 def read_counts(
-    run: Mapping[str, Any], where: str, cfg: ModelConfig, devices: int, batch: int
+    run: Mapping[str, Any],
+    where: str,
+    cfg: ModelConfig,
+    devices: int,
+    batch: int,
+    cache: str = "replicated",
 ) -> Counts:
     """From the JSON of `scripts/compile_check.py`; layers it left out are as those it has.
 
@@ -84,6 +93,7 @@ def read_counts(
         run: its object.
         where: the file's name, for errors and as the source.
         cfg: the whole model, over so many devices and streams.
+        cache: where the latent cache lies.
 
     Raises:
         ValueError: another file, or programs of another model, device count or batch.
@@ -95,8 +105,10 @@ def read_counts(
         layers = int(told["layers"])
         whole = dataclasses.replace(cfg, num_hidden_layers=layers).to_dict()
         differing = [name for name, value in whole.items() if told["config"].get(name) != value]
-        expected = {"compiled_devices": devices, "batch": batch}
-        differing += [name for name, value in expected.items() if told[name] != value]
+        expected = {"compiled_devices": devices, "batch": batch, "cache": cache}
+        # Outputs older than the choice are of a replicated cache.
+        known = {"cache": "replicated", **told}
+        differing += [name for name, value in expected.items() if known[name] != value]
         # Only in what the model is called.
         differing = [name for name in differing if name != "model_type"]
         if differing or not 0 < layers <= cfg.num_hidden_layers:
@@ -122,7 +134,7 @@ def read_counts(
             kernels_a_draft=(nodes(cycle) - nodes(step)) / drafts,
             all_reduces=step["all_reduces"] + missing * step["all_reduces_per_layer_most"],
             all_reduces_a_draft=a_draft("all_reduces"),
-            all_gathers=step["all_gathers"],
+            all_gathers=step["all_gathers"] - (layers if cache == "sequence" else 0),
             all_gathers_a_draft=a_draft("all_gathers"),
             host=host(step) + LOOP_LAUNCHES + missing * host_a_layer,
             host_a_draft=(host(cycle) - host(step)) / drafts,

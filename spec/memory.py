@@ -8,6 +8,7 @@ graphs) is not.
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 
 from kimi_jax.config import ModelConfig
 from kimi_jax.runtime.engine import CAPACITY_GROWTH, CAPACITY_UNIT, ladder
@@ -24,8 +25,8 @@ class Sizes:
 
     weights: int
     drafter_weights: int = 0
-    slot: int
-    """A slot of a row, in the target's cache."""
+    slot: float
+    """A slot of a row in the target's cache, or this device's share of it."""
     drafter_slot: int = 0
     width: int
     """The model's width."""
@@ -67,7 +68,7 @@ def held(sizes: Sizes, rows: int, capacity: int) -> dict[str, int]:
     return {
         "target_weight_bytes": sizes.weights,
         "drafter_weight_bytes": sizes.drafter_weights,
-        "cache_bytes": slots * sizes.slot,
+        "cache_bytes": int(slots * sizes.slot),
         "drafter_cache_bytes": slots * sizes.drafter_slot,
     }
 
@@ -83,7 +84,7 @@ def peak(sizes: Sizes, max_length: int, max_batch: int) -> dict[str, int]:
     own = capacity if max_batch > 1 else 0
     return {
         **held(sizes, max_batch, capacity),
-        "changing_cache_bytes": max(old, own) * (sizes.slot + sizes.drafter_slot),
+        "changing_cache_bytes": int(max(old, own) * (sizes.slot + sizes.drafter_slot)),
         "temporary_bytes": max_batch * PREFILL_TEMP_BYTES * sizes.width // TEMP_WIDTH,
     }
 
@@ -99,6 +100,7 @@ def check_memory(
     *,
     max_length: int,
     max_batch: int,
+    changes: Mapping[str, Sizes] = MappingProxyType({}),
     more_devices: Iterable[tuple[int, Callable[[], Sizes]]] = (),
 ) -> dict[str, int]:
     """Bytes by part of a run that fits.
@@ -108,6 +110,7 @@ def check_memory(
         memory: what each device has for them.
         max_length: most tokens of a prompt and its reply.
         max_batch: most rows.
+        changes: what each device would hold with another option, by the option.
         more_devices: larger numbers of devices the model can be cut over, ascending, and what
             each device would hold then.
 
@@ -118,7 +121,13 @@ def check_memory(
     total = sum(parts.values())
     if total <= memory:
         return parts
-    ways = list(_ways(sizes, memory, max_length, max_batch))
+    ways = list(_smaller(sizes, memory, max_length, max_batch))
+    for option, changed in changes.items():
+        if fits(changed, memory, max_length, max_batch):
+            ways.append(option)
+        else:
+            smaller = _smaller(changed, memory, max_length, max_batch)
+            ways += (f"{option} {way}" for way in smaller)
     for devices, sizes_of in more_devices:
         if fits(sizes_of(), memory, max_length, max_batch):
             ways.append(f"{devices} such devices")
@@ -136,19 +145,6 @@ def describe(parts: Mapping[str, int]) -> str:
         for name, num_bytes in parts.items()
         if num_bytes
     )
-
-
-def _ways(sizes: Sizes, memory: int, max_length: int, max_batch: int) -> Iterable[str]:
-    yield from _smaller(sizes, memory, max_length, max_batch)
-    plain = sizes.without_drafter()
-    if plain == sizes:
-        return
-    if fits(plain, memory, max_length, max_batch):
-        yield "--drafter none"
-    else:
-        yield from (
-            f"--drafter none {way}" for way in _smaller(plain, memory, max_length, max_batch)
-        )
 
 
 def _smaller(sizes: Sizes, memory: int, max_length: int, max_batch: int) -> Iterable[str]:

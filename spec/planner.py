@@ -39,6 +39,8 @@ class Plan:
     devices: int
     interconnect: Interconnect
     context: int
+    cache: str
+    """Where the latent cache lies, of `kimi_jax.runtime.mesh.CACHES`."""
     batch: int
     rates: tuple[float, ...]
     """By depth, as many as the longest draft."""
@@ -85,6 +87,13 @@ class Plan:
             Collective(kind="all-reduce", count=counts.all_reduces, num_bytes=rows * width),
             Collective(kind="all-gather", count=counts.all_gathers, num_bytes=rows * gathered),
         ]
+        if self.cache == "sequence":
+            # In every layer queries go to all devices, and each head's parts to the one that has
+            # it (with a float32 beside the values).
+            cfg, layers = self.cfg, self.cfg.num_hidden_layers
+            heads = rows * cfg.num_attention_heads * DTYPE.itemsize
+            for values in (cfg.latent_width, cfg.kv_lora_rank + 4 // DTYPE.itemsize):
+                found.append(Collective(kind="all-gather", count=layers, num_bytes=heads * values))
         if K:
             # The drafter runs over its K - 1 first tokens one by one, and once over all rows.
             each = counts.all_reduces_a_draft
@@ -146,7 +155,7 @@ def plan_memory(plan: Plan) -> dict[str, Any]:
     total, device = sum(parts.values()), HARDWARE[plan.hardware].memory_bytes
     caches = parts["cache_bytes"] + parts["drafter_cache_bytes"]
     a_token = plan.batch * (plan.target.slot + plan.drafts.slot)
-    room = max(0, (device - total + caches) // a_token // CAPACITY_UNIT * CAPACITY_UNIT)
+    room = max(0, int((device - total + caches) // a_token) // CAPACITY_UNIT * CAPACITY_UNIT)
     return {
         **parts,
         "total_bytes": total,
@@ -220,10 +229,13 @@ def _shrink(plan: Plan, term: str, seconds: float, work: Work, machine: economic
             f"{gigabytes}: q_a and kv_a cut over the devices would save {saved:.2f} ms and cost "
             f"{gather:.2f} ms for a gather a layer; 8-bit weights would save {500 * seconds:.2f} ms"
         )
+    if term == "latent cache" and plan.cache == "sequence":
+        return f"{gigabytes}: a shorter context; more devices"
     if term == "latent cache":
         return (
             f"{gigabytes}: a shorter context; cut along the sequence it would be "
-            f"{1e3 * seconds * (1 - 1 / plan.devices):.2f} ms less, and a collective a layer more"
+            f"{1e3 * seconds * (1 - 1 / plan.devices):.2f} ms less, and two exchanges a layer more "
+            "(--cache sequence)"
         )
     if term == "drafter":
         return f"{gigabytes}: fewer drafts, a smaller draft vocabulary, a narrower drafter"

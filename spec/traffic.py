@@ -38,8 +38,8 @@ class TargetBytes:
     """One routed expert in each layer that has them."""
     resident: int
     """All weights."""
-    slot: int
-    """A cache slot in every layer; each device holds and reads them all."""
+    slot: float
+    """A row's cache slot in every layer: whole on each device, or its share of it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,9 @@ class DrafterBytes:
     slot: int
 
 
-def target_bytes(cfg: ModelConfig, devices: int, dtype: jnp.dtype) -> TargetBytes:
+def target_bytes(
+    cfg: ModelConfig, devices: int, dtype: jnp.dtype, cache: str = "replicated"
+) -> TargetBytes:
     """Of this model over `tensor=devices`, floating-point weights in this dtype."""
     dense, layers = min(cfg.first_k_dense_replace, cfg.num_hidden_layers), cfg.num_hidden_layers
     # Layers of a kind are alike: one of each is enough to look at.
@@ -75,11 +77,12 @@ def target_bytes(cfg: ModelConfig, devices: int, dtype: jnp.dtype) -> TargetByte
     resident = sum(held.values()) - (held["head"] if cfg.tie_word_embeddings else 0)
     experts = held.pop(EXPERTS, 0)
     held.pop(EMBEDDING)
+    shares = devices if cache == "sequence" else 1
     return TargetBytes(
         read=dict(held),
         expert=experts // cfg.n_routed_experts,
         resident=resident,
-        slot=layers * cfg.latent_width * dtype.itemsize,
+        slot=layers * cfg.latent_width * dtype.itemsize / shares,
     )
 
 

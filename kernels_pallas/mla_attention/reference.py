@@ -60,6 +60,21 @@ def mla_attention_with_lse(
     return out.reshape(q_latent.shape).astype(q_latent.dtype), lse.reshape(q_latent.shape[:3])
 
 
+def merge_parts(
+    parts: Float[Array, "X B T N C"], lse_f32: Float[Array, "X B T N"]
+) -> Float[Array, "B T N C"]:
+    """Attention over all of a cache from attention over X parts of it, as this module's head says.
+
+    In float32, the result in the parts' dtype; zero for a query that saw nothing anywhere.
+    """
+    # A finite stand-in where nothing is seen: -inf less -inf would be nan.
+    largest_f32 = jnp.maximum(jnp.max(lse_f32, axis=0), -1e30)
+    weights_f32 = jnp.exp(lse_f32 - largest_f32)[..., None]
+    total_f32 = jnp.maximum(jnp.sum(weights_f32, axis=0), jnp.finfo(jnp.float32).tiny)
+    out_f32 = jnp.sum(weights_f32 * parts.astype(jnp.float32), axis=0) / total_f32
+    return out_f32.astype(parts.dtype)
+
+
 def visible_slots(
     last: Int[Array, "B T"], num_slots: int, tree_mask: Bool[Array, "B T X"] | None = None
 ) -> Bool[Array, "B T S"]:

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 from kernels_pallas import dispatch, tiles
 from kernels_pallas.mla_inputs import reference
 from kernels_pallas.mla_inputs.reference import MlaInputs as MlaInputs
+from kernels_pallas.slots import ALL, Share
 
 
 def mla_inputs(
@@ -22,6 +23,7 @@ def mla_inputs(
     start: Int[Array, " B"],
     *,
     eps: float,
+    share: Share = ALL,
     implementation: dispatch.Implementation | None = None,
 ) -> MlaInputs:
     """`reference.mla_inputs` by the implementation named, or the best the device supports.
@@ -41,12 +43,14 @@ def mla_inputs(
 
     choice = dispatch.choose("mla_inputs", implementation, obstacle)
     if not choice.is_kernel:
-        return reference.mla_inputs(*operands, eps=eps)
+        return reference.mla_inputs(*operands, eps=eps, share=share)
     from kernels_pallas.mla_inputs import pallas_triton
 
     return pallas_triton.mla_inputs(
         *operands,
+        share.index,
         eps=eps,
+        num_shares=share.count,
         tiles=tiles.chip_tiles(choice.target).absorb,
         interpret=choice.interpret,
     )

@@ -42,7 +42,7 @@ def obstacle(
     return None
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "tiles", "interpret"))
+@functools.partial(jax.jit, static_argnames=("eps", "num_shares", "tiles", "interpret"))
 def mla_inputs(
     q: Float[Array, "B T N UR"],
     kv: Float[Array, "B T CR"],
@@ -52,12 +52,17 @@ def mla_inputs(
     sin: Float[Array, "B T half"],
     cache: Float[Array, "BS CR"],
     start: Int[Array, " B"],
+    index: Int[Array, ""] | int = 0,
     *,
     eps: float,
+    num_shares: int = 1,
     tiles: LinearTiles,
     interpret: bool = False,
 ) -> MlaInputs:
-    """What the reference of this name says, on operands without an `obstacle`."""
+    """What the reference of this name says, on operands without an `obstacle`.
+
+    `index` and `num_shares` are the cache's share of the slots.
+    """
     B, T, N, UR = q.shape
     U, C = w_uk.shape[1:]
     rows, R = B * T, UR - U
@@ -74,6 +79,7 @@ def mla_inputs(
         cos.reshape(rows, R // 2),
         sin.reshape(rows, R // 2),
         start.astype(jnp.int32),
+        *([] if num_shares == 1 else [jnp.asarray(index, jnp.int32).reshape(1)]),
         cache,
     )
     q_latent, q_rope, cache = pl.pallas_call(
@@ -84,6 +90,7 @@ def mla_inputs(
             columns=columns,
             inputs=min(tiles.inputs, U),
             eps=eps,
+            num_shares=num_shares,
             interpret=interpret,
         ),
         out_shape=(
@@ -104,8 +111,10 @@ def mla_inputs(
 
 def _kernel(
     q_ref, q_pairs_ref, kv_ref, kv_pairs_ref, gain_ref, w_uk_ref, cos_ref, sin_ref, start_ref,
-    _, q_latent_ref, q_rope_ref, cache_ref, *, T, U, columns, inputs, eps, interpret,
+    *refs, T, U, columns, inputs, eps, num_shares, interpret,
 ):  # fmt: skip
+    # The cache comes in as well as out, and before it the share's index where there is one.
+    *index_ref, _, q_latent_ref, q_rope_ref, cache_ref = refs
     part = pl.program_id(0)
     num_rows, N, C = q_latent_ref.shape
     half = cos_ref.shape[1]
@@ -154,6 +163,11 @@ def _kernel(
         b = jax.lax.div(row, jnp.int32(T))
         S = cache_ref.shape[0] // start_ref.shape[0]
         slot = start_ref[b] + row - b * T
+        is_here = slot >= 0
+        if num_shares > 1:
+            index = index_ref[0][0]
+            is_here &= jax.lax.rem(slot, jnp.int32(num_shares)) == index
+            slot = jax.lax.div(slot, jnp.int32(num_shares))
         latent, every = pl.ds(0, C), pl.ds(0, half)
         c_f32 = kv_ref[row, latent].astype(f32)
         factor = jax.lax.rsqrt(jnp.sum(c_f32 * c_f32) / C + eps)
@@ -163,7 +177,7 @@ def _kernel(
         key = turned(even, odd, cos_ref[row, every], sin_ref[row, every]).astype(kv_ref.dtype)
 
         # Another row's slots are never written, whatever `start` is.
-        @pl.when((slot >= 0) & (slot < S))
+        @pl.when(is_here & (slot < S))
         def _():
             cache_ref[b * S + slot, latent] = normed.astype(cache_ref.dtype)
             cache_ref[b * S + slot, pl.ds(C, 2 * half)] = key.astype(cache_ref.dtype)

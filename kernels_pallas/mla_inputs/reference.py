@@ -9,11 +9,11 @@ DeepSeek-V2 (arXiv 2405.04434, section 2.1.2), of each token and head:
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas.norm_linear.reference import rms_norm
+from kernels_pallas.slots import ALL, Share, write_rows
 
 
 class MlaInputs(NamedTuple):
@@ -35,16 +35,18 @@ def mla_inputs(
     start: Int[Array, " B"],
     *,
     eps: float,
+    share: Share = ALL,
 ) -> MlaInputs:
     """The op as this module describes it; batch row b's rows go to slots start[b]..start[b]+T.
 
-    `start + T` must not pass the capacity: it would reach into the next row's slots.
+    `start + T` must not pass the capacity: it would reach into the next row's slots. Of a cache
+    that holds a `share` of the slots, rows of other slots are not written.
     """
     U, C = w_uk.shape[1:]
     return MlaInputs(
         q_latent=per_head(q[..., :U], w_uk.astype(q.dtype)),
         q_rope=rotate(q[..., U:], cos, sin),
-        cache=write_rows(cache, latent_rows(kv, gain, cos, sin, eps=eps), start),
+        cache=write_rows(cache, latent_rows(kv, gain, cos, sin, eps=eps), start, share),
     )
 
 
@@ -72,22 +74,6 @@ def rotate(
         cos, sin = cos[:, :, None], sin[:, :, None]
     out = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1)
     return out.reshape(x.shape).astype(x.dtype)
-
-
-def write_rows(
-    cache: Float[Array, "BS *row"], rows: Float[Array, "B T *row"], start: Int[Array, " B"]
-) -> Float[Array, "BS *row"]:
-    """The cache with each batch row's T new rows in slots start..start+T.
-
-    `start + T` must not pass the capacity: it would reach into the next row's slots.
-    """
-    B = rows.shape[0]
-    S = cache.shape[0] // B
-    rows = rows.astype(cache.dtype)
-    for b in range(B):
-        first = start[b] + b * S
-        cache = jax.lax.dynamic_update_slice_in_dim(cache, rows[b], first, axis=0)
-    return cache
 
 
 def per_head(x: Float[Array, "B T N X"], w: Float[Array, "N X Y"]) -> Float[Array, "B T N Y"]:

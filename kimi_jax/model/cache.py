@@ -6,10 +6,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas.mla_inputs.reference import write_rows as write_rows
-from kimi_jax.axes import pytree_dataclass
+from kernels_pallas.slots import write_rows as write_rows
+from kimi_jax.axes import WHOLE, Rules, pytree_dataclass
 from kimi_jax.config import ModelConfig
 from kimi_jax.model.layers import take_rows
+
+CACHE_AXES = "S CR"
+"""Of a layer's rows, for their placement."""
 
 
 @pytree_dataclass
@@ -22,6 +25,8 @@ class LatentCache:
 
     Rows and slots share one axis because XLA:CPU copies the whole cache at every step otherwise:
     it fuses the reshape of [1, S, C+R] into the write and then writes twice.
+
+    Where rules cut "S", every device holds a share of each row's slots; B*S are then its own.
     """
 
     layers: tuple[Float[Array, "BS CR"], ...]
@@ -33,23 +38,36 @@ class LatentCache:
         return cls(layers=tuple(jnp.zeros(shape, dtype) for _ in range(cfg.num_hidden_layers)))
 
     def grown(self, batch: int, capacity: int) -> "LatentCache":
-        """The same rows with `capacity` slots each, the new ones zero."""
-
+        """The same rows with `capacity` slots each on this device, the new ones zero."""
         return LatentCache(layers=tuple(grow_rows(x, batch, capacity) for x in self.layers))
 
+    def pspecs(self, rules: Rules) -> "LatentCache":
+        """Placement of the layers, in their structure."""
+        return jax.tree.map(lambda _: rules.pspec(CACHE_AXES), self)
 
-def move_rows(
-    cache: Float[Array, "BS *row"],
-    source: Int[Array, "B X"],
-    start: Int[Array, " B"],
-    offset: int,
-) -> Float[Array, "BS *row"]:
-    """The cache with rows start + source[b, i] of each batch row copied to start + offset + i."""
-    B = source.shape[0]
-    S = cache.shape[0] // B
-    first = jnp.arange(B, dtype=start.dtype) * S + start
-    rows = take_rows(cache, first[:, None] + source)
-    return write_rows(cache, rows, start + offset)
+    def moved(
+        self,
+        source: Int[Array, "B X"],
+        start: Int[Array, " B"],
+        offset: int,
+        rules: Rules = WHOLE,
+    ) -> "LatentCache":
+        """Rows start + source[b, i] of each batch row copied to start + offset + i."""
+        share = rules.share()
+        B = source.shape[0]
+        S = self.layers[0].shape[0] // B
+        slots = start[:, None] + source
+        own = jnp.arange(B, dtype=start.dtype)[:, None] * S + share.last(slots)
+        moving = [take_rows(layer, own) for layer in self.layers]
+        if not share.is_all:
+            # One exchange for all layers; zeros from the devices that do not hold a slot.
+            is_here = share.slot(share.last(slots)) == slots
+            stacked = jnp.where(is_here[None, :, :, None], jnp.stack(moving), 0)
+            moving = list(rules.sum(stacked, "S"))
+        pairs = zip(self.layers, moving, strict=True)
+        return LatentCache(
+            layers=tuple(write_rows(x, rows, start + offset, share) for x, rows in pairs)
+        )
 
 
 def insert_row(rows: Any, own: Any, row: Int[Array, ""]) -> Any:

@@ -17,11 +17,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas.mla_attention import mla_attention
+from kernels_pallas.mla_attention import mla_attention, mla_attention_with_lse
+from kernels_pallas.mla_attention.reference import merge_parts
 from kernels_pallas.mla_inputs import mla_inputs
 from kernels_pallas.mla_inputs.reference import latent_rows, per_head
 from kernels_pallas.norm_linear import norm_linear
-from kimi_jax.axes import Rules
+from kimi_jax.axes import WHOLE, Rules
 from kimi_jax.config import ModelConfig
 from kimi_jax.model import rope
 from kimi_jax.model.attention import TreeRows, attend_blocked
@@ -93,6 +94,7 @@ def attend_absorbed(
     cache: Float[Array, "BS CR"],
     positions: Int[Array, "B T"],
     angles: tuple[jax.Array, jax.Array],
+    rules: Rules = WHOLE,
     tree: TreeRows | None = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "BS CR"]]:
     """Attention over slots 0..position, the heads' key and value maps folded into q and out; and
@@ -112,16 +114,58 @@ def attend_absorbed(
         cache,
         positions[:, 0] if tree is None else tree.start,
         eps=eps,
+        share=rules.share(),
     )
-    context = mla_attention(
-        q_latent,
-        q_rope,
-        cache,
-        positions if tree is None else tree.last,
-        scale=cfg.softmax_scale,
-        tree_mask=None if tree is None else tree.mask,
-    )
+    last, mask = (positions, None) if tree is None else (tree.last, tree.mask)
+    attend = _attend_shares if rules.mesh_axes("S") else _attend_all
+    context = attend(q_latent, q_rope, cache, last, mask, cfg.softmax_scale, rules)
     return per_head(context, attn.kv_b_proj_v[...].astype(context.dtype)), cache
+
+
+def _attend_all(
+    q_latent: Float[Array, "B T N C"],
+    q_rope: Float[Array, "B T N R"],
+    cache: Float[Array, "BS CR"],
+    last: Int[Array, "B T"],
+    mask: Array | None,
+    scale: float,
+    _: Rules,
+) -> Float[Array, "B T N C"]:
+    return mla_attention(q_latent, q_rope, cache, last, scale=scale, tree_mask=mask)
+
+
+def _attend_shares(
+    q_latent: Float[Array, "B T N C"],
+    q_rope: Float[Array, "B T N R"],
+    cache: Float[Array, "BS CR"],
+    last: Int[Array, "B T"],
+    mask: Array | None,
+    scale: float,
+    rules: Rules,
+) -> Float[Array, "B T N C"]:
+    """The same over a cache whose slots are shared out.
+
+    Each device attends the queries of all heads over its own slots; then the parts of a head meet
+    on the device that has it. Two exchanges, of queries and of parts with their log-sum-exp.
+    """
+    axes, share = rules.mesh_axes("S"), rules.share()
+    assert axes == rules.mesh_axes("N")
+    B, T, N, C = q_latent.shape
+    q = jax.lax.all_gather(jnp.concatenate([q_latent, q_rope], -1), axes, axis=2, tiled=True)
+    parts, lse_f32 = mla_attention_with_lse(
+        q[..., :C],
+        q[..., C:],
+        cache,
+        share.last(last),
+        scale=scale,
+        tree_mask=None if mask is None else share.tree_mask(mask, last[:, 0]),
+    )
+    # The log-sum-exp travels beside the values, its bits as one or two of their kind.
+    bits = jax.lax.bitcast_convert_type(lse_f32, parts.dtype).reshape(B, T, share.count * N, -1)
+    outgoing = jnp.concatenate([parts, bits], -1).reshape(B, T, share.count, N, -1)
+    met = jax.lax.all_to_all(outgoing, axes, split_axis=2, concat_axis=0)
+    bits = met[..., C:] if parts.dtype.itemsize < 4 else met[..., C]
+    return merge_parts(met[..., :C], jax.lax.bitcast_convert_type(bits, jnp.float32))
 
 
 def attend_naive(
@@ -147,20 +191,29 @@ def attend_naive_blocked(
     cache: Float[Array, "BS CR"],
     positions: Int[Array, "B T"],
     first: Int[Array, "B T"] | None = None,
+    rules: Rules = WHOLE,
 ) -> Float[Array, "B T N H"]:
-    """`attend_naive` over cache slots first..position, a block of keys expanded at a time."""
-    B = queries.q_nope.shape[0]
+    """`attend_naive` over cache slots first..position, a block of keys expanded at a time.
+
+    Where slots are shared out, the latent rows of each block are gathered.
+    """
+    B, shares = queries.q_nope.shape[0], rules.num_shards("S")
     slots_of_rows = cache.reshape(B, -1, cache.shape[1])
 
     def keys_values(start: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-        rows = jax.lax.dynamic_slice_in_dim(slots_of_rows, start, count, axis=1)
+        own = (start // shares, count // shares)
+        rows = jax.lax.dynamic_slice_in_dim(slots_of_rows, *own, axis=1)
+        if shares > 1:
+            # [B, own slots, devices, C+R]: a device's slot j is slot j * devices + its index.
+            rows = jax.lax.all_gather(rows, rules.mesh_axes("S"), axis=2)
+            rows = rows.reshape(B, count, -1)
         return expand(attn, cfg, rows.astype(queries.q_nope.dtype))
 
     out = attend_blocked(
         _heads_first(queries),
         keys_values,
         positions,
-        num_slots=slots_of_rows.shape[1],
+        num_slots=slots_of_rows.shape[1] * shares,
         value_width=cfg.v_head_dim,
         scale=cfg.softmax_scale,
         first=first,
@@ -191,12 +244,12 @@ def attention_layer(
         assert tree is None or (cache is not None and not is_prefill)
         assert first is None or cache is None
         if cache is not None and not is_prefill:
-            out, cache = attend_absorbed(attn, cfg, inputs, cache, positions, angles, tree)
+            out, cache = attend_absorbed(attn, cfg, inputs, cache, positions, angles, rules, tree)
         else:
             queries = project(attn, cfg, inputs, *angles)
             if cache is not None:
-                cache = write_rows(cache, queries.rows, positions[:, 0])
-                out = attend_naive_blocked(attn, cfg, queries, cache, positions)
+                cache = write_rows(cache, queries.rows, positions[:, 0], rules.share())
+                out = attend_naive_blocked(attn, cfg, queries, cache, positions, rules=rules)
             elif first is not None:
                 places = jnp.arange(positions.shape[1], dtype=jnp.int32)
                 places = jnp.broadcast_to(places, positions.shape)

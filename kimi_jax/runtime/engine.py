@@ -36,7 +36,7 @@ from kimi_jax.runtime.decode import (
     Weights,
     chunk_sizes,
 )
-from kimi_jax.runtime.mesh import rules_for
+from kimi_jax.runtime.mesh import check_cache, rules_for
 from kimi_jax.runtime.sampling import (
     SamplingParams,
     SamplingState,
@@ -162,8 +162,8 @@ class BoundDrafter(Protocol):
         """Placement of the drafter's state, in its structure."""
         ...
 
-    def grow(self, drafter_state: Any, batch: int, capacity: int) -> Any:
-        """The drafter's state with room for `capacity` slots a row."""
+    def grow(self, drafter_state: Any, batch: int, capacity: int, rules: Rules) -> Any:
+        """The drafter's state with room for `capacity` slots a row; on each device's own part."""
         ...
 
     def insert(self, drafter_state: Any, own: Any, row: jax.Array) -> Any:
@@ -227,8 +227,10 @@ class Engine:
         max_length: int,
         max_batch: int,
         drafter: BoundDrafter | None = None,
+        cache: str = "replicated",
     ):
-        self.cfg, self.mesh, self.rules = cfg, mesh, rules_for(mesh)
+        check_cache(cache, mesh)
+        self.cfg, self.mesh, self.rules = cfg, mesh, rules_for(mesh, cache)
         self.max_length, self.max_batch = max_length, max_batch
         self.drafter = drafter
         self.graph = graph
@@ -238,6 +240,9 @@ class Engine:
         self.proposals = (None,) if drafter is None else drafter.proposals
         # A cycle writes cache rows for all its tokens before it knows how many it keeps.
         self._slack = max(0 if p is None else p.num_slots for p in self.proposals)
+        if self.rules.mesh_axes("S"):
+            # Each device masks as many slots of a tree, which reach a little further.
+            self._slack += mesh.size - 1
         self.capacities = ladder(CAPACITY_UNIT, CAPACITY_GROWTH, max_length + self._slack)
         self.batch_sizes = ladder(1, 2, max_batch)
         self._everywhere = NamedSharding(mesh, PartitionSpec())
@@ -249,7 +254,7 @@ class Engine:
 
     def _build_programs(self) -> None:
         graph, rules, drafter = self.graph, self.rules, self.drafter
-        whole = PartitionSpec()
+        whole, cache_specs = PartitionSpec(), self._cache_pspecs()
         target_specs = weight_pspecs(self.target_weights, rules)
         all_specs = target_specs if drafter is None else (target_specs, drafter.pspecs(rules))
 
@@ -318,7 +323,8 @@ class Engine:
                 chosen = argmax_tokens(rows_f32, rules.mesh_axes("V"))
                 return chosen.reshape(tokens.shape), out.taps, out.cache
 
-            run = self._over_mesh(local, (all_specs, whole, whole, whole), whole)
+            out_specs = (whole, whole, cache_specs)
+            run = self._over_mesh(local, (all_specs, cache_specs, whole, whole), out_specs)
             return run(weights, cache, tokens, lengths)
 
         def logits(weights, cache: LatentCache, tokens, start, num_real):
@@ -338,7 +344,9 @@ class Engine:
 
             vocabulary = rules.pspec("T V")
             run = self._over_mesh(
-                local, (target_specs, whole, whole, whole, whole), (vocabulary, whole)
+                local,
+                (target_specs, cache_specs, whole, whole, whole),
+                (vocabulary, cache_specs),
             )
             return run(weights, cache, tokens, start, num_real)
 
@@ -362,13 +370,20 @@ class Engine:
         def grow(state: DecodeState, *, capacity: int) -> DecodeState:
             B, S = state.tokens.shape
             more = ((0, 0), (0, capacity - S))
-            own = None if drafter is None else drafter.grow(state.drafter, B, capacity)
-            return replace(
-                state,
-                tokens=jnp.pad(state.tokens, more),
-                cache=state.cache.grown(B, capacity),
-                drafter=own,
-            )
+
+            def local(state: DecodeState) -> DecodeState:
+                own = None
+                if drafter is not None:
+                    own = drafter.grow(state.drafter, B, capacity, rules)
+                return replace(
+                    state,
+                    tokens=jnp.pad(state.tokens, more),
+                    cache=state.cache.grown(B, capacity // rules.num_shards("S")),
+                    drafter=own,
+                )
+
+            specs = self._state_pspecs(state)
+            return self._over_mesh(local, (specs,), specs)(state)
 
         def insert(state: DecodeState, own: DecodeState, row: jax.Array) -> DecodeState:
             def local(state: DecodeState, own: DecodeState, row: jax.Array) -> DecodeState:
@@ -386,7 +401,7 @@ class Engine:
         self._allocate = jax.jit(
             allocate,
             static_argnums=(0, 1),
-            out_shardings=(self._everywhere, self._everywhere, own),
+            out_shardings=(self._placements(cache_specs), self._everywhere, own),
         )
         self._insert = jax.jit(insert, donate_argnames="state")
         self._prefill = jax.jit(prefill, static_argnames="size", donate_argnames="state")
@@ -404,11 +419,20 @@ class Engine:
         )
 
     def _state_pspecs(self, state: DecodeState) -> DecodeState:
-        """The state is whole on every device, but for the logit bias, cut like the logits, and
-        what the drafter cuts of its own."""
+        """The state is whole on every device, but for the logit bias, cut like the logits, the
+        cache, and what the drafter cuts of its own."""
         specs = jax.tree.map(lambda _: PartitionSpec(), state)
         own = None if self.drafter is None else self.drafter.state_pspecs(self.rules)
-        return replace(specs, sampling=self._sampling_pspecs(specs.sampling), drafter=own)
+        return replace(
+            specs,
+            sampling=self._sampling_pspecs(specs.sampling),
+            cache=self._cache_pspecs(),
+            drafter=own,
+        )
+
+    def _cache_pspecs(self) -> LatentCache:
+        like = jax.eval_shape(lambda: LatentCache.empty(self.cfg, 1, 1, self._cache_dtype))
+        return like.pspecs(self.rules)
 
     def _placements(self, pspecs: Any) -> Any:
         return jax.tree.map(lambda pspec: NamedSharding(self.mesh, pspec), pspecs)

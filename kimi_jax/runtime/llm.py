@@ -27,6 +27,7 @@ from kimi_jax.runtime.engine import PREFILL_SIZES, Drafter, Engine, Request
 from kimi_jax.runtime.mesh import (
     MESH_AXES,
     MeshError,
+    check_cache,
     check_sizes,
     make_mesh,
     parse_mesh,
@@ -57,6 +58,9 @@ class LLM:
         max_length: most tokens of a prompt and its reply; None takes the model's own limit, but
             not more than 4096 (the cache's memory grows with it).
         max_batch: most prompts that run together; `generate` takes any number.
+        cache: "replicated" holds the latent cache whole on every device; "sequence" shares its
+            slots out over the mesh, for long contexts: a share of the memory, two more exchanges
+            a layer.
         dtype: "bfloat16" or "float32", of weights and activations; None takes bfloat16 on
             accelerators and float32 on a CPU. Packed INT4 stays packed with either.
         platform: "cpu" or "gpu"; an error where there is none. None takes JAX's default.
@@ -78,6 +82,7 @@ class LLM:
         *,
         max_length: int | None = None,
         max_batch: int = 8,
+        cache: str = "replicated",
         dtype: str | None = None,
         platform: str | None = None,
         latent_norm_eps: float | None = None,
@@ -101,6 +106,7 @@ class LLM:
             raise ValueError(f"dtype is {dtype!r}, expected one of {sorted(DTYPES)}")
         self.mesh = _mesh(mesh, platform)
         check_sizes(cfg, self.mesh)
+        check_cache(cache, self.mesh)
         if drafter is not None:
             drafter.check(cfg, self.mesh)
         kind = self.mesh.devices.flat[0].platform
@@ -131,6 +137,7 @@ class LLM:
             max_length=self.max_length,
             max_batch=max_batch,
             drafter=bound,
+            cache=cache,
         )
 
     @property

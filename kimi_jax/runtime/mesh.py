@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 from kernels_pallas.grouped_matmul.layout import GROUP_SIZE
 from kimi_jax.axes import WHOLE, Rules
 from kimi_jax.config import ModelConfig
+from kimi_jax.model.attention import KEY_BLOCK
 
 MESH_AXES = ("expert", "tensor")
 
@@ -26,6 +27,9 @@ RULES = Rules.of(
         "E": ("expert",),
     }
 )
+
+CACHES = ("replicated", "sequence")
+"""Where the latent cache lies: whole on every device, or its slots shared out."""
 
 
 class MeshError(ValueError):
@@ -77,9 +81,32 @@ def make_mesh(sizes: Mapping[str, int] | None, platform: str | None = None) -> M
     return Mesh(np.array(devices[:wanted]).reshape(shape), MESH_AXES)
 
 
-def rules_for(mesh: Mesh) -> Rules:
-    """The table for this mesh; on one device nothing is cut."""
-    return RULES if mesh.size > 1 else WHOLE
+def rules_for(mesh: Mesh | AbstractMesh, cache: str = "replicated") -> Rules:
+    """The table for this mesh; on one device nothing is cut.
+
+    With `cache` "sequence" the latent cache's slots are, over all devices.
+    """
+    if mesh.size == 1:
+        return WHOLE
+    return RULES if cache == "replicated" else Rules((*RULES.table, ("S", MESH_AXES)))
+
+
+def check_cache(cache: str, mesh: Mesh | AbstractMesh) -> None:
+    """Refuses a placement of the cache that this mesh cannot have.
+
+    Raises:
+        MeshError: says why.
+    """
+    if cache not in CACHES:
+        raise MeshError(f"cache is {cache!r}, expected one of {', '.join(CACHES)}")
+    if cache == "replicated":
+        return
+    if mesh.size == 1:
+        raise MeshError("cache 'sequence' shares slots out over devices, and the mesh has one")
+    if KEY_BLOCK % mesh.size:
+        raise MeshError(
+            f"cache 'sequence' over {mesh.size} devices: expected a number that divides {KEY_BLOCK}"
+        )
 
 
 def check_sizes(cfg: ModelConfig, mesh: Mesh | AbstractMesh) -> None:

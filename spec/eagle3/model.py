@@ -26,7 +26,7 @@ from kimi_jax.axes import WHOLE, Rules
 from kimi_jax.config import ModelConfig
 from kimi_jax.model import rope, transformer
 from kimi_jax.model.attention import TreeRows, attend_blocked
-from kimi_jax.model.cache import write_rows
+from kimi_jax.model.cache import CACHE_AXES, write_rows
 from kimi_jax.model.layers import Keys, KeySequence, Mlp, gain, linear, mlp_layer, rms_norm, weight
 from kimi_jax.model.mla import Attention, attention_layer, compress
 from kimi_jax.model.transformer import Kimi
@@ -105,7 +105,7 @@ def empty_cache(cfg: DrafterConfig, batch: int, capacity: int, dtype: jnp.dtype)
 
 def cache_axes(cfg: DrafterConfig) -> tuple[str, ...]:
     """The axes of `empty_cache`'s arrays."""
-    return ("BS CR",) if cfg.mla is not None else ("BS P H", "BS P H")
+    return (CACHE_AXES,) if cfg.mla is not None else ("BS P H", "BS P H")
 
 
 def target_taps(cfg: DrafterConfig, target: ModelConfig) -> tuple[int, ...]:

@@ -153,6 +153,24 @@ def test_no_kernel_of_ours_spills(programs):
             assert (kernel["spilled_bytes"] or 0) <= 64, f"{name}: {kernel}"
 
 
+@pytest.mark.skipif(not IS_WHOLE, reason="collectives stay outside graphs there")
+def test_a_shared_out_cache_adds_two_exchanges_a_layer_and_stays_one_graph():
+    """262 144 slots, of three layers."""
+    out = run(
+        *("--hardware", "rtx-pro-6000", "--layers", "3", "--programs", "step"),
+        *("--cache", "sequence", "--capacity", "262144"),
+    )
+    step = out["programs"]["step"]
+    # The greedy choice gathers once.
+    assert (step["all_gathers"], step["all_to_alls"]) == (3 + 1, 3)
+    assert step["all_reduces_per_layer_most"] == 2
+    # Queries of 64 heads; parts of 8 for each of 8 devices, with their log-sum-exp.
+    assert step["all_gather_bytes_max"] == 64 * 576 * 2
+    assert step["all_to_all_bytes_max"] == 64 * 514 * 2
+    assert step["graphs"] == 1 and step["launches_outside_graphs"] == 0
+    assert step["temp_bytes"] < 0.064 * GB
+
+
 def test_a_prefill_chunk_compiles():
     """Of three layers: its program takes as long to compile as the others together."""
     out = run("--hardware", "rtx-pro-6000", "--layers", "3", "--programs", "prefill")

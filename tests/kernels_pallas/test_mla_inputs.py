@@ -1,6 +1,7 @@
 """The kernel before attention, interpreted, against the plain form and against float64."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -10,11 +11,18 @@ from hypothesis import strategies as st
 
 from kernels_pallas.mla_inputs import mla_inputs
 from kernels_pallas.mla_inputs.arg_specs import SPECS, MlaInputsSpec
+from kernels_pallas.slots import Share
 
 # float32: sums of at most 512 terms in another order. bfloat16 keeps 8 bits.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 
 run = jax.jit(mla_inputs, static_argnames=("eps", "implementation"))
+
+
+@functools.partial(jax.jit, static_argnames=("count", "implementation"))
+def run_share(operands, index, *, count, implementation):
+    share = Share(index, count)
+    return mla_inputs(*operands, eps=1e-6, share=share, implementation=implementation)
 
 
 def rotated(x, cos, sin):
@@ -79,6 +87,24 @@ def test_first_and_last_slots(start, assert_close_to_scale):
     spec = MlaInputsSpec(B=2, T=3, N=1, S=14, C=32, R=16, U=16, dtype="float32")
     spec = dataclasses.replace(spec, cache_dtype="float32")
     check(spec, spec.operands(start=start), assert_close_to_scale)
+
+
+@pytest.mark.parametrize("implementation", ["xla", "interpret"])
+@pytest.mark.parametrize("start", [(0, 3), (13, 8)])
+def test_a_share_of_the_slots(implementation, start, assert_close_to_scale):
+    """Four caches of which each holds every fourth slot are the whole one, cut."""
+    spec = MlaInputsSpec(B=2, T=3, N=1, S=16, C=32, R=16, U=16, dtype="float32")
+    spec = dataclasses.replace(spec, cache_dtype="float32")
+    *operands, cache, first = spec.operands(start=start)
+    whole = oracle(*operands, cache, first, eps=1e-6)[2].reshape(2, 16, -1)
+    for index in range(4):
+        own = cache.reshape(2, 16, -1)[:, index::4].reshape(8, -1)
+        all_operands = (*operands, own, first)
+        out = run_share(all_operands, index, count=4, implementation=implementation)
+        wanted = whole[:, index::4].reshape(8, -1)
+        assert_close_to_scale(out.cache, wanted, TOLERANCE["float32"])
+        is_old = np.isclose(wanted, own, rtol=0, atol=0).all(axis=1)
+        np.testing.assert_array_equal(np.asarray(out.cache)[is_old], own[is_old])
 
 
 @settings(max_examples=5, deadline=None)

@@ -144,6 +144,22 @@ def test_what_a_cycle_does_by_hand():
     ]
 
 
+def test_a_shared_out_cache_by_hand():
+    """An eighth of the rows to read and hold, and in each of 61 layers two exchanges more."""
+    whole, shared = (
+        made("--context", 65536, "--cache", cache) for cache in ("replicated", "sequence")
+    )
+    cached = [it.step().reads["latent cache"].num_bytes for it in (whole, shared)]
+    assert cached[0] == 8 * cached[1] == 65536 * 61 * 576 * 2
+    more = shared.step().collectives[len(whole.step().collectives) :]
+    # 64 heads' queries; their 512 values and a float32, both in bfloat16.
+    assert [(c.count, c.num_bytes) for c in more] == [(61, 64 * 576 * 2), (61, 64 * 514 * 2)]
+    [verified] = [c for c in shared.cycle(3).collectives if c.num_bytes == 4 * 64 * 576 * 2]
+    assert verified.count == 61
+    held = [plan.plan_memory(it)["cache_bytes"] for it in (whole, shared)]
+    assert held[0] == 8 * held[1]
+
+
 def test_batches_read_more_experts_and_caches():
     one, four = made(), made("--batch", 4)
     for name, times in (("routed experts", 31.014 / 8), ("latent cache", 4)):
@@ -445,6 +461,7 @@ def test_the_largest_terms_say_what_would_shrink_them():
         (["--engine-launches", "9", "--launches", "x"], "not allowed with"),
         (["--launches", "none.txt"], "none.txt: "),
         (["--config", "kimi-k9"], "'kimi-k9', expected kimi-k2.5"),
+        (["--cache", "sequence", "--devices", "1"], "shares slots out over devices"),
         (["--plot", "plan.jpg"], "--plot plan.jpg: expected a .png"),
         (["--plot", "nowhere/plan.png"], "expected a .png in a folder that exists"),
     ],

@@ -73,6 +73,7 @@ def make_drafted(target_folder, make_drafter_folder):
         sample_drafts=False,
         lossy_threshold=None,
         mesh=None,
+        cache="replicated",
         max_length=MAX_LENGTH,
         **changes,
     ):
@@ -84,6 +85,7 @@ def make_drafted(target_folder, make_drafter_folder):
             target_folder,
             drafter=ManyShapes(path_or_id=folder, **options),
             mesh=mesh,
+            cache=cache,
             max_length=max_length,
             max_batch=4,
             progress=False,

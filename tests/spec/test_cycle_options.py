@@ -145,16 +145,22 @@ def test_a_seeded_row_depends_on_nothing_but_its_seed(llm, only, ids, on):
 
 
 @pytest.mark.parametrize(
-    "kind, shape",
-    [("mla", Chain(3)), pytest.param("llama", TREES[1], marks=pytest.mark.slow)],
+    "kind, shape, cache",
+    [
+        ("mla", Chain(3), "replicated"),
+        pytest.param("llama", WIDE, "sequence", marks=pytest.mark.slow),
+        pytest.param("llama", TREES[1], "replicated", marks=pytest.mark.slow),
+        pytest.param("mla", TREES[1], "sequence", marks=pytest.mark.slow),
+        pytest.param("mla", Chain(3), "sequence", marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_eight_devices_give_the_replies_of_one(
-    check_same, make_drafted, only, plain, ids, on, kind, shape
+    check_same, make_drafted, only, plain, ids, on, kind, shape, cache
 ):
     only(shape)
     variant = MLA_31 if kind == "mla" else {}
-    llm = make_drafted(kind, mesh="tensor=8", **variant)
+    llm = make_drafted(kind, mesh="tensor=8", cache=cache, **variant)
     one = make_drafted(kind, **variant)
     write_script(one, REAL)
     prompts = [ids(n, n) for n in SHORT]

@@ -6,6 +6,7 @@ import pytest
 from flax import nnx
 from make_random_checkpoint import preset_config
 
+from kernels_pallas.compile_only import device_bytes
 from kimi_jax import published
 from kimi_jax.config import ModelConfig
 from kimi_jax.model.transformer import Kimi
@@ -16,8 +17,8 @@ from spec.eagle3.config import DrafterConfig, DrafterError
 from spec.training.drafters import new_config
 from spec.tree import Chain
 
-F32 = jnp.dtype(jnp.float32)
-CAPACITY = 256
+F32, BF16 = jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)
+CAPACITY, LONGEST = 256, 262144
 TINY = preset_config("tiny", num_hidden_layers=2)
 
 
@@ -42,6 +43,41 @@ def test_a_verification_gives_the_drafters_taps(engine):
     assert [x.shape for x in jax.tree.leaves(cache)] == [
         x.shape for x in jax.tree.leaves(state.cache)
     ]
+
+
+@pytest.fixture(scope="module")
+def make_full_engine():
+    """Kimi-K2.5 over 8 devices with its longest context, as shapes."""
+    cfg = ModelConfig.from_dict(published.K25)
+    mesh = make_mesh({"tensor": 8})
+    graph, weights = abstract_weights(lambda: Kimi(cfg, dtype=BF16, rngs=nnx.Rngs(0)), mesh)
+    own = DrafterConfig.from_dict(published.K25_EAGLE3, num_target_layers=61)
+    drafter = abstract_drafter(own, cfg, mesh, BF16, (Chain(3),))
+    sizes = {"max_length": LONGEST, "max_batch": 1, "drafter": drafter}
+    return lambda cache: Engine(cfg, graph, weights, mesh, cache=cache, **sizes)
+
+
+def test_262144_tokens_fit_beside_the_weights_where_slots_are_shared_out(make_full_engine):
+    """With more than 15 GB of an RTX PRO 6000 to spare; whole, the cache alone is 18.4 GB."""
+    held = {}
+    for cache in ("replicated", "sequence"):
+        engine = make_full_engine(cache)
+        state = engine.abstract_state(1, LONGEST)
+        held[cache] = device_bytes(state.cache)
+        total = device_bytes((engine.target_weights, engine.drafter.weights, state))
+    assert held == {"replicated": LONGEST * 61 * 576 * 2, "sequence": LONGEST * 61 * 576 // 4}
+    assert total < 96 * 2**30 - 15e9
+
+
+def test_a_shared_out_cache_lowers(engine):
+    sizes = {"max_length": CAPACITY, "max_batch": 1, "drafter": engine.drafter}
+    shared = Engine(
+        TINY, engine.graph, engine.target_weights, engine.mesh, cache="sequence", **sizes
+    )
+    text = shared.lower_decode(1, CAPACITY, Chain(3)).as_text()
+    # Of each layer, queries and parts.
+    assert text.count("all_to_all") >= TINY.num_hidden_layers
+    assert "all_to_all" not in engine.lower_decode(1, CAPACITY, Chain(3)).as_text()
 
 
 def test_a_drafter_of_another_target_or_mesh_is_refused():

@@ -13,10 +13,17 @@ import pytest
 from jax.sharding import Mesh
 from make_random_checkpoint import preset_config
 
+from kimi_jax.runtime import engine as engines
 from kimi_jax.runtime import mesh as meshes
 from kimi_jax.runtime.conditions import num_compiles
 from kimi_jax.runtime.llm import LLM
-from kimi_jax.runtime.mesh import MeshError, check_sizes, make_mesh, parse_mesh
+from kimi_jax.runtime.mesh import (
+    MeshError,
+    check_cache,
+    check_sizes,
+    make_mesh,
+    parse_mesh,
+)
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -83,6 +90,33 @@ def test_unpacked_experts_on_eight_devices(make_llm, make_folder, ids, on):
         assert result.token_ids == tuple(expected[len(prompt) - 1 : -1].argmax(axis=-1))
     expected = oracles.forward(tensors, config, ids(12)).logits
     np.testing.assert_allclose(llm.logits(ids(12)), expected, atol=1e-4)
+
+
+def test_a_cache_shared_out_over_the_devices(
+    make_llm, llm, monkeypatch, ids, on, assert_close_to_scale
+):
+    """Also as it grows, which moves nothing."""
+    monkeypatch.setattr(engines, "GROW_FROM", 256)
+    shared = make_llm("tensor=8", cache="sequence", max_length=320)
+    layer = shared.engine.abstract_state(2, 256).cache.layers[0]
+    assert layer.sharding.shard_shape(layer.shape) == (2 * 256 // 8, layer.shape[1])
+    prompts, params = [ids(180), ids(3, 1)], on(130, temperature=0.8, seed=3)
+    ours, theirs = (each.generate(prompts, params) for each in (shared, llm))
+    assert [r.token_ids for r in ours] == [r.token_ids for r in theirs]
+    assert_close_to_scale(shared.logits(ids(20)), llm.logits(ids(20)), 1e-5)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"cache": "sequence"}, "shares slots out over devices, and the mesh has one"),
+        ({"cache": "sharded", "mesh": "tensor=8"}, "'sharded', expected one of replicated, seq"),
+        ({"cache": "sequence", "mesh": "tensor=6"}, "6 devices: expected a number that divides"),
+    ],
+)
+def test_placements_of_the_cache_that_cannot_be(options, message):
+    with pytest.raises(MeshError, match=message):
+        check_cache(options["cache"], make_mesh(parse_mesh(options.get("mesh", "tensor=1"))))
 
 
 def test_every_device_holds_its_part(make_llm):
