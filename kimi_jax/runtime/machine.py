@@ -10,8 +10,7 @@ import re
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-
-import jax
+from typing import Any
 
 from kimi_jax.runtime.mesh import MeshError
 
@@ -43,8 +42,8 @@ class Gpus:
     """The installed CUDA plugin of JAX, such as jax-cuda13-plugin."""
 
 
-def devices_of(devices: Sequence[jax.Device]) -> list[Device]:
-    """What JAX says of its devices; CPU devices share the memory that is available."""
+def devices_of(devices: Sequence[Any]) -> list[Device]:
+    """What JAX says of its `jax.Device`s; those of a CPU share the memory that is available."""
     found = []
     for device in devices:
         limit = (device.memory_stats() or {}).get("bytes_limit")
@@ -64,7 +63,7 @@ def available_memory() -> int | None:
     return None if found is None else 1024 * int(found[1])
 
 
-def used_memory(devices: Sequence[jax.Device]) -> list[int] | None:
+def used_memory(devices: Sequence[Any]) -> list[int] | None:
     """Bytes in use on each device; None where they do not report it."""
     stats = [device.memory_stats() for device in devices]
     if not all(each and "bytes_in_use" in each for each in stats):

@@ -149,27 +149,26 @@ def _row(line: bytes, options: Mapping[str, Any], seed: int, thinking: bool) -> 
     if isinstance(own.get("logit_bias"), dict):
         own["logit_bias"] = {_token_id(key): bias for key, bias in own["logit_bias"].items()}
     given = {**options, **own}
-    given.setdefault("seed", own_seed(seed, id))
-    if given["seed"] is None:
+    if given.get("seed") is None:
         given["seed"] = own_seed(seed, id)
-    common = {"id": id, "digest": digest(row)}
     if "prompt" in row:
         if not isinstance(row["prompt"], str):
             raise ValueError(f"prompt is {row['prompt']!r}, expected text")
         if names := [name for name in ("tools", "thinking") if name in row]:
             raise ValueError(f"only with messages: {', '.join(names)}")
         params = merge_sampling(SamplingParams(), given)
-        return PromptRow(prompt=row["prompt"], params=params, **common)
+        return PromptRow(id=id, digest=digest(row), prompt=row["prompt"], params=params)
     thinks = row.get("thinking", thinking)
     if not isinstance(thinks, bool):
         raise ValueError(f"thinking is {thinks!r}, expected true or false")
     params = merge_sampling(THINKING_SAMPLING if thinks else INSTANT_SAMPLING, given)
     return PromptRow(
+        id=id,
+        digest=digest(row),
         messages=normalize_messages(row["messages"]),
         tools=normalize_tools(row.get("tools")),
         thinking=thinks,
         params=params,
-        **common,
     )
 
 
