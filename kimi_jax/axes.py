@@ -16,8 +16,8 @@ sharding rules.
     P  key-value heads (Llama drafter)
 
 Two letters written together ("UR", "CR") are those axes concatenated, and are never sharded. The
-slots of all batch rows ("BS" in annotations) are placed as "S": where that is cut, each device holds
-a share of every row's slots (`kernels_pallas.slots`).
+slots of all batch rows ("BS" in annotations) are placed as "S": where that is cut, each device
+holds a share of every row's slots (`kernels_pallas.slots`).
 """
 
 import dataclasses

@@ -455,7 +455,7 @@ class Engine:
         self, requests: Sequence[Request], *, batch: int | None = None, capacity: int | None = None
     ) -> DecodeState:
         """The state before prefill; rows beyond the requests have ended from the start."""
-        limits = [self._limit(r) for r in requests]
+        limits = [self.limit(r) for r in requests]
         B = batch or first_at_least(self.batch_sizes, len(requests))
         S = capacity or self._capacity(requests, [len(r.prompt) for r in requests])
         tokens = np.zeros((B, S), np.int32)
@@ -521,7 +521,7 @@ class Engine:
         return self._insert(state, own, np.int32(row))
 
     def _capacity(self, requests: Sequence[Request], lengths: Sequence[int]) -> int:
-        limit = max(self._limit(r) for r in requests)
+        limit = max(self.limit(r) for r in requests)
         soon = max(lengths) + MAX_BLOCK_TOKENS
         return first_at_least(self.capacities, min(limit, max(soon, GROW_FROM)) + self._slack)
 
@@ -722,7 +722,8 @@ class Engine:
             return True
         return False
 
-    def _limit(self, request: Request) -> int:
+    def limit(self, request: Request) -> int:
+        """The length at which it ends."""
         new = request.params.max_new_tokens
         return self.max_length if new is None else min(len(request.prompt) + new, self.max_length)
 

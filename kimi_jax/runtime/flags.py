@@ -134,8 +134,7 @@ def set_gpu_environment(nccl: Mapping[str, str] | None = None) -> None:
             f"set {words}"
         )
     os.environ.update(missing)
-    for name, value in missing.items():
-        _log.info("%s=%s", name, value)
+    _log.debug("%s", missing)
 
 
 def settings() -> dict[str, str]:

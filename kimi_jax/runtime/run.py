@@ -5,7 +5,6 @@ the others go on, so that none waits for the slowest. Knows token ids only, no t
 """
 
 import dataclasses
-import itertools
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -24,6 +23,8 @@ from kimi_jax.runtime.decode import (
 from kimi_jax.runtime.engine import BlockReport, Engine, Proposal, Request
 
 STREAM_BLOCK_SECONDS = 0.03
+REFILL_BLOCK_CYCLES = 16
+"""Most cycles of a block while requests wait: a row that ends within a block idles to its end."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +70,7 @@ class _Row:
 class Run:
     """Requests on their way; iterating gives each block's updates as they come.
 
-    Requests are asked for one at a time when rows are free, so they may be as many as a file has.
+    Requests are asked for as rows are free, and one ahead, so they may be as many as a file has.
     Up to `max_batch` start together; a row that has ended takes the next one. `prefill_seconds` and
     `decode_seconds` grow as the run goes.
     """
@@ -79,6 +80,7 @@ class Run:
         self.decode_seconds = 0.0
         self._engine = engine
         self._waiting = enumerate(requests)
+        self._ahead: tuple[int, Request] | None = None
         self._is_streaming = is_streaming
         self._rows: list[_Row | None] = []
         self._cancelled: set[int] = set()
@@ -90,6 +92,7 @@ class Run:
     def __iter__(self) -> Iterator[list[RowUpdate]]:
         engine, state = self._engine, None
         num_cycles = 1 if self._is_streaming else MAX_BLOCK_TOKENS
+        self._ahead = next(self._waiting, None)
         while (state := self._fill(state)) is not None:
             began = time.perf_counter()
             live = self._live()
@@ -97,11 +100,12 @@ class Run:
             # Growing the cache, now and then, is no part of what a cycle costs.
             fitted, compiles = time.perf_counter(), num_compiles()
             proposal, most, controller = None, num_cycles, None
+            wanted = min(num_cycles, self._cycles_until_a_row_may_end(live.values()))
             if engine.drafter is not None:
                 controller = engine.drafter.controller(len(self._rows))
                 proposal, most = controller.choose([row.length for row in live.values()])
             is_empty = np.array([row is None for row in self._rows])
-            state, block = engine.decode(state, min(num_cycles, most), is_empty, proposal)
+            state, block = engine.decode(state, min(wanted, most), is_empty, proposal)
             updates = _row_updates(live, block)
             ended = time.perf_counter()
             self.decode_seconds += ended - began
@@ -120,6 +124,19 @@ class Run:
         """The rows that hold a request, by their place in the batch."""
         return {place: row for place, row in enumerate(self._rows) if row is not None}
 
+    def _cycles_until_a_row_may_end(self, rows: Iterable[_Row]) -> int:
+        """While requests wait for a row; else as many as a block holds."""
+        if self._ahead is None:
+            return MAX_BLOCK_TOKENS
+        left = min(self._engine.limit(row.request) - row.length for row in rows)
+        return min(left, REFILL_BLOCK_CYCLES)
+
+    def _next(self) -> tuple[int, Request] | None:
+        following = self._ahead
+        if following is not None:
+            self._ahead = next(self._waiting, None)
+        return following
+
     def _fill(self, state: DecodeState | None) -> DecodeState | None:
         """The state with requests in the rows that are free, as far as there are any.
 
@@ -131,9 +148,10 @@ class Run:
                 self._cancelled.remove(row.last.index)
                 self._rows[place] = None
         if state is None or not self._live():
-            return self._start(list(itertools.islice(self._waiting, self._engine.max_batch)))
+            turns = (self._next() for _ in range(self._engine.max_batch))
+            return self._start([numbered for numbered in turns if numbered is not None])
         for place, row in enumerate(self._rows):
-            following = next(self._waiting, None) if row is None else None
+            following = self._next() if row is None else None
             if following is not None:
                 state = self._replace(state, place, *following)
         return state
