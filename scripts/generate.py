@@ -339,8 +339,8 @@ def start(args: argparse.Namespace, job: Job) -> tuple[LLM, Iterator[Piece]]:
         jax.config.update("jax_platforms", "cpu")
     if args.platform != "gpu":
         simulate_mesh(job.mesh)
-        set_gpu_flags()
-        set_gpu_environment()
+    set_gpu_flags()
+    set_gpu_environment()
     llm = LLM(
         job.model,
         drafter=job.drafter,

@@ -2,7 +2,7 @@
 
     python scripts/run_kimi_k25.py --model PATH --drafter PATH --chat
     python scripts/run_kimi_k25.py --model PATH --drafter PATH --prompts in.jsonl --out out.jsonl
-    python scripts/run_kimi_k25.py --mesh tensor=8 --platform cpu --chat       # the demo, simulated
+    python scripts/run_kimi_k25.py --mesh tensor=8 --drafter none --platform cpu --chat   # the demo
 
 What it does, in order, and each step says what it found on stderr: sets XLA, NCCL and the cache of
 compiled programs up; reads the checkpoint's small files and every prompt; looks at the devices
@@ -299,11 +299,15 @@ def make_machine(args: argparse.Namespace, job: Job, cfg: ModelConfig) -> Mesh:
         ValueError: too few devices, several kinds, GPUs that JAX does not see, or a mesh that does
             not divide the model or the drafter.
     """
-    # The first question starts JAX's backend.
-    backend = jax.default_backend()
+    try:
+        # The first question starts JAX's backend.
+        backend, given = jax.default_backend(), jax.devices(args.platform)
+    except RuntimeError as error:
+        machine.check_gpus_are_used(machine.find_gpus(), "nothing")
+        raise MeshError(f"no {args.platform or 'usable'} device: {error}") from None
     if not machine.wants_cpu(args.platform):
         machine.check_gpus_are_used(machine.find_gpus(), backend)
-    found = machine.devices_of(jax.devices(args.platform))
+    found = machine.devices_of(given)
     sizes = job.mesh or {"tensor": len(found) if backend == "gpu" else 1}
     count = 1
     for size in sizes.values():

@@ -44,13 +44,18 @@ class Gpus:
 
 def devices_of(devices: Sequence[Any]) -> list[Device]:
     """What JAX says of its `jax.Device`s; those of a CPU share the memory that is available."""
-    found = []
-    for device in devices:
-        limit = (device.memory_stats() or {}).get("bytes_limit")
-        if device.platform == "cpu" and (available := available_memory()) is not None:
-            limit = available // len(devices)
-        found.append(Device(kind=device.device_kind, platform=device.platform, memory_bytes=limit))
-    return found
+    available = available_memory()
+    share = None if available is None else available // len(devices)
+    return [
+        Device(
+            kind=device.device_kind,
+            platform=device.platform,
+            memory_bytes=share
+            if device.platform == "cpu"
+            else (device.memory_stats() or {}).get("bytes_limit"),
+        )
+        for device in devices
+    ]
 
 
 def available_memory() -> int | None:

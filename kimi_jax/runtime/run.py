@@ -93,7 +93,21 @@ class Run:
         engine, state = self._engine, None
         num_cycles = 1 if self._is_streaming else MAX_BLOCK_TOKENS
         self._ahead = next(self._waiting, None)
-        while (state := self._fill(state)) is not None:
+        while True:
+            self._drop_cancelled()
+            if not self._live():
+                # The old caches go before the new ones are there.
+                state = None
+                if (state := self._start()) is None:
+                    return
+            for place, row in enumerate(self._rows):
+                if row is None and self._ahead is not None:
+                    began = time.perf_counter()
+                    row = self._rows[place] = self._next()
+                    state = engine.fit(state, *_extent(self._live().values()))
+                    state = engine.insert(state, row.request, place)
+                    jax.block_until_ready(state.cache)
+                    self._count_prefill([row], time.perf_counter() - began)
             began = time.perf_counter()
             live = self._live()
             state = engine.fit(state, *_extent(live.values()))
@@ -131,56 +145,43 @@ class Run:
         left = min(self._engine.limit(row.request) - row.length for row in rows)
         return min(left, REFILL_BLOCK_CYCLES)
 
-    def _next(self) -> tuple[int, Request] | None:
-        following = self._ahead
-        if following is not None:
-            self._ahead = next(self._waiting, None)
-        return following
+    def _next(self) -> _Row:
+        """The request that waits, to hold a row from now on."""
+        assert self._ahead is not None
+        index, request = self._ahead
+        self._ahead = next(self._waiting, None)
+        return _Row(
+            request=request,
+            length=len(request.prompt),
+            num_compiles=num_compiles(),
+            last=RowUpdate(index=index),
+        )
 
-    def _fill(self, state: DecodeState | None) -> DecodeState | None:
-        """The state with requests in the rows that are free, as far as there are any.
-
-        Where nothing runs the next ones start together, in a batch of their own size; None if
-        there are none.
-        """
+    def _drop_cancelled(self) -> None:
         for place, row in self._live().items():
             if row.last.index in self._cancelled:
                 self._cancelled.remove(row.last.index)
                 self._rows[place] = None
-        if state is None or not self._live():
-            turns = (self._next() for _ in range(self._engine.max_batch))
-            return self._start([numbered for numbered in turns if numbered is not None])
-        for place, row in enumerate(self._rows):
-            following = self._next() if row is None else None
-            if following is not None:
-                state = self._replace(state, place, *following)
-        return state
 
-    def _start(self, numbered: Sequence[tuple[int, Request]]) -> DecodeState | None:
-        if not numbered:
+    def _start(self) -> DecodeState | None:
+        """The state of the next requests, in a batch of their own size; None if there are none."""
+        rows = []
+        while self._ahead is not None and len(rows) < self._engine.max_batch:
+            rows.append(self._next())
+        if not rows:
             return None
-        began, compiles = time.perf_counter(), num_compiles()
-        requests = [request for _, request in numbered]
-        state = self._engine.new_state(requests)
-        state = self._engine.prefill(state, max(len(r.prompt) for r in requests) - 1)
+        began = time.perf_counter()
+        state = self._engine.new_state([row.request for row in rows])
+        state = self._engine.prefill(state, max(row.length for row in rows) - 1)
         jax.block_until_ready(state.cache)
-        seconds = time.perf_counter() - began
-        self.prefill_seconds += seconds
-        self._rows = [None] * state.lengths.shape[0]
-        for place, (index, request) in enumerate(numbered):
-            self._rows[place] = _row(index, request, seconds, compiles)
+        self._rows = rows + [None] * (state.lengths.shape[0] - len(rows))
+        self._count_prefill(rows, time.perf_counter() - began)
         return state
 
-    def _replace(self, state: DecodeState, place: int, index: int, request: Request) -> DecodeState:
-        began, compiles = time.perf_counter(), num_compiles()
-        row = _row(index, request, 0.0, compiles)
-        state = self._engine.fit(state, *_extent([*self._live().values(), row]))
-        state = self._engine.insert(state, request, place)
-        jax.block_until_ready(state.cache)
-        seconds = time.perf_counter() - began
+    def _count_prefill(self, rows: Iterable[_Row], seconds: float) -> None:
         self.prefill_seconds += seconds
-        self._rows[place] = _row(index, request, seconds, compiles)
-        return state
+        for row in rows:
+            row.last = dataclasses.replace(row.last, prefill_seconds=seconds)
 
     def _take_in(
         self, live: dict[int, _Row], updates: Sequence[RowUpdate], seconds: float
@@ -199,15 +200,6 @@ class Run:
             if update.finish != Finish.RUNNING:
                 self._rows[place] = None
         return told
-
-
-def _row(index: int, request: Request, prefill_seconds: float, compiles: int) -> _Row:
-    return _Row(
-        request=request,
-        length=len(request.prompt),
-        num_compiles=compiles,
-        last=RowUpdate(index=index, prefill_seconds=prefill_seconds),
-    )
 
 
 def _extent(rows: Iterable[_Row]) -> tuple[list[Request], list[int]]:

@@ -13,7 +13,7 @@ from spec.memory import MemoryShortage, Sizes, check_memory, fits, held, peak
 from spec.traffic import drafter_bytes, target_bytes
 
 # Of round numbers: a slot of 1100 bytes, no temporaries.
-SIZES = Sizes(weights=10**9, drafter_weights=10**8, slot=1000, drafter_slot=100, width=0, slack=6)
+SIZES = Sizes(weights=10**9, drafter_weights=10**8, slot=1000.0, drafter_slot=100, width=0, slack=6)
 CHANGES = {
     "--drafter none": SIZES.without_drafter(),
     "--cache sequence": dataclasses.replace(SIZES, slot=125.5),
@@ -85,11 +85,11 @@ def test_all_that_is_said_to_fit_fits_and_no_more_would(memory):
 def test_where_weights_alone_are_too_much_only_devices_help():
     def more():
         for count in (2, 4, 8):
-            yield count, lambda count=count: Sizes(weights=4 * 10**9 // count, slot=1000, width=0)
+            yield count, lambda count=count: Sizes(weights=4 * 10**9 // count, slot=1000.0, width=0)
 
     with pytest.raises(MemoryShortage, match="What would fit: 4 such devices$"):
         check_memory(
-            Sizes(weights=4 * 10**9, slot=1000, width=0),
+            Sizes(weights=4 * 10**9, slot=1000.0, width=0),
             1_500_000_000,
             max_length=1000,
             max_batch=2,
