@@ -12,16 +12,20 @@ from kimi_jax.runtime.run import Run
 from spec import DEMO_DRAFTER, load_drafter
 from spec.tree import Chain
 
+CASES = [
+    ("llama", "tensor=8"),
+    pytest.param("llama", None, marks=pytest.mark.slow),
+    pytest.param("mla", None, marks=pytest.mark.slow),
+]
+"""Eight devices by default: one is the case in which nothing is cut."""
+
 
 def parts(x: jax.Array, num_rows: int) -> list[np.ndarray]:
     """A leaf of a state by rows, slots or not."""
     return np.split(np.asarray(x), num_rows)
 
 
-@pytest.mark.parametrize(
-    "kind, mesh",
-    [("llama", None), ("llama", "tensor=8"), pytest.param("mla", None, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("kind, mesh", CASES)
 def test_insertion_changes_one_row_and_all_of_it(make_drafted, only, ids, on, kind, mesh):
     """Bit for bit: every other row as it was, the row as it is alone after prefill."""
     llm = make_drafted(kind, mesh=mesh)
@@ -62,10 +66,7 @@ def requests_of(ids, on):
     return requests_of
 
 
-@pytest.mark.parametrize(
-    "kind, mesh",
-    [("llama", None), ("llama", "tensor=8"), pytest.param("mla", None, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("kind, mesh", CASES)
 def test_replies_are_those_of_plain_decoding_alone(
     make_drafted, only, plain, check_replies, requests_of, kind, mesh
 ):
@@ -142,7 +143,7 @@ def test_rows_past_the_drafters_positions_do_not_spoil_a_new_one(
 
 
 def test_updates_count_from_the_requests_own_start(make_drafted, only, ids, on):
-    llm = make_drafted()
+    llm = make_drafted("llama", mesh="tensor=8")
     write_script(llm, REAL)
     only(Chain(3))
     requests = llm._requests([ids(3, n) for n in range(9)], [on(3 + n) for n in range(9)])
