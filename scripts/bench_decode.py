@@ -56,7 +56,7 @@ from kimi_jax.model import transformer
 from kimi_jax.runtime.conditions import conditions
 from kimi_jax.runtime.decode import MAX_BLOCK_TOKENS, MAX_DRAFT_DEPTH, DecodeState, append
 from kimi_jax.runtime.engine import Request, first_at_least
-from kimi_jax.runtime.flags import set_gpu_flags, simulate_mesh
+from kimi_jax.runtime.flags import set_gpu_environment, set_gpu_flags, simulate_mesh
 from kimi_jax.runtime.mesh import CACHES, parse_mesh
 from kimi_jax.runtime.replies import Speculation
 from spec import DEMO_DRAFTER
@@ -396,6 +396,7 @@ def main() -> None:
     args = read_options(parser)
     simulate_mesh(args.mesh)
     set_gpu_flags()
+    set_gpu_environment()
     model = DEMO if args.model == "demo" else args.model
     with tempfile.TemporaryDirectory() as scratch:
         try:

@@ -42,10 +42,12 @@ from kimi_jax import DEMO, LLM, Result, SamplingParams
 from kimi_jax.checkpoint.reader import CheckpointError, resolve
 from kimi_jax.runtime.conditions import conditions
 from kimi_jax.runtime.decode import MAX_DRAFT_DEPTH
-from kimi_jax.runtime.flags import set_gpu_flags, simulate_mesh
-from kimi_jax.runtime.llm import DTYPES, INSTANT_SAMPLING, THINKING_SAMPLING
+from kimi_jax.runtime.flags import set_gpu_environment, set_gpu_flags, simulate_mesh
+from kimi_jax.runtime.llm import DTYPES
 from kimi_jax.runtime.mesh import CACHES, MeshError, parse_mesh
+from kimi_jax.runtime.prompts import merge_sampling
 from kimi_jax.runtime.replies import Piece
+from kimi_jax.runtime.requests import INSTANT_SAMPLING, THINKING_SAMPLING
 from kimi_jax.runtime.sampling import MIN_TEMPERATURE
 from kimi_jax.text.messages import ChatError, normalize_tools
 from spec import DEMO_DRAFTER, DynamicTree, load_drafter
@@ -73,6 +75,15 @@ def make_parser() -> argparse.ArgumentParser:
     add_chat("--no-thinking", action="store_true", help="reply without reasoning first")
     add_chat("--system", help="a system message before the prompt")
     add_chat("--tools", type=Path, metavar="FILE", help="a JSON list of tool declarations")
+    add_drafter_options(parser)
+    add_sampling_options(parser)
+    add_machine_options(parser)
+    add("--quiet", action="store_true", help="no streamed text and no progress, only the JSON line")
+    return parser
+
+
+def add_drafter_options(parser: argparse.ArgumentParser) -> None:
+    """What `read_drafter` reads."""
     speculation = parser.add_argument_group("speculation")
     add_speculation = speculation.add_argument
     add_speculation(
@@ -108,6 +119,10 @@ def make_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="draw drafts where the reply is sampled: its distribution is kept, its tokens differ",
     )
+
+
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    """What `given_sampling` reads, and the seed."""
     sampling = parser.add_argument_group("sampling and stopping")
     add_sampling = sampling.add_argument
     add_sampling(
@@ -131,6 +146,10 @@ def make_parser() -> argparse.ArgumentParser:
     add_sampling(
         "--stop", action="append", default=[], metavar="TEXT", help="ends the text; repeatable"
     )
+
+
+def add_machine_options(parser: argparse.ArgumentParser) -> None:
+    """Where the model runs, and how large."""
     machine = parser.add_argument_group("model and machine")
     add_machine = machine.add_argument
     add_machine("--mesh", help="devices to cut the model over: tensor=8 or expert=4,tensor=2")
@@ -146,8 +165,6 @@ def make_parser() -> argparse.ArgumentParser:
     add_machine(
         "--latent-norm-eps", type=float, help="epsilon of the latent norms; default: the model's"
     )
-    add("--quiet", action="store_true", help="no streamed text and no progress, only the JSON line")
-    return parser
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,21 +192,36 @@ def check(args: argparse.Namespace) -> Job:
         }
         if names := [name for name, is_given in given.items() if is_given]:
             raise ValueError(f"only with --chat: {', '.join(names)}")
+    check_machine_options(args)
+    params = sampling_params(args)
+    return Job(
+        model=model_path(args.model),
+        mesh=None if args.mesh is None else parse_mesh(args.mesh),
+        tools=None if args.tools is None else read_tools(args.tools),
+        params=params,
+        drafter=read_drafter(args, may_sample=params.temperature >= MIN_TEMPERATURE),
+    )
+
+
+def check_machine_options(args: argparse.Namespace) -> None:
+    """Refuses sizes that no model has.
+
+    Raises:
+        ValueError: names the option.
+    """
     if args.max_length is not None and args.max_length < 2:
         raise ValueError(f"--max-length is {args.max_length}, expected at least 2")
     eps = args.latent_norm_eps
     if eps is not None and not (math.isfinite(eps) and eps > 0):
         raise ValueError(f"--latent-norm-eps is {eps}, expected a finite number over 0")
-    return Job(
-        model=model_path(args.model),
-        mesh=None if args.mesh is None else parse_mesh(args.mesh),
-        tools=None if args.tools is None else read_tools(args.tools),
-        params=sampling_params(args),
-        drafter=_drafter(args),
-    )
 
 
-def _drafter(args: argparse.Namespace) -> Eagle3Drafter | None:
+def read_drafter(args: argparse.Namespace, *, may_sample: bool) -> Eagle3Drafter | None:
+    """The drafter the options describe; None decodes plainly.
+
+    Raises:
+        ValueError: options that are wrong, or would be ignored since no reply is sampled.
+    """
     path = args.drafter or ("demo" if args.model == "demo" else "none")
     if path == "none":
         given = {
@@ -202,7 +234,7 @@ def _drafter(args: argparse.Namespace) -> Eagle3Drafter | None:
         if names := [name for name, is_given in given.items() if is_given]:
             raise ValueError(f"only with a --drafter: {', '.join(names)}")
         return None
-    if sampling_params(args).temperature < MIN_TEMPERATURE:
+    if not may_sample:
         given = {
             "--sample-drafts": args.sample_drafts,
             "--lossy-threshold": args.lossy_threshold is not None,
@@ -237,6 +269,13 @@ def _numbers(option: str, text: str | None) -> tuple[int, ...] | None:
     return tuple(map(int, words))
 
 
+def given_sampling(args: argparse.Namespace) -> dict[str, Any]:
+    """The sampling options that were given, by field; the seed aside."""
+    names = ("max_new_tokens", "temperature", "top_p", "top_k")
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    return given | ({"stop": tuple(args.stop)} if args.stop else {})
+
+
 def sampling_params(args: argparse.Namespace) -> SamplingParams:
     """The defaults of the mode, with the options given over them.
 
@@ -246,25 +285,13 @@ def sampling_params(args: argparse.Namespace) -> SamplingParams:
     defaults = SamplingParams()
     if args.chat:
         defaults = INSTANT_SAMPLING if args.no_thinking else THINKING_SAMPLING
-    given = {
-        name: getattr(args, name)
-        for name in ("max_new_tokens", "temperature", "top_p", "top_k")
-        if getattr(args, name) is not None
-    }
-    params = dataclasses.replace(
-        defaults,
-        seed=args.seed,
-        stop=tuple(args.stop),
-        **given,
-    )
-    if params.temperature < MIN_TEMPERATURE:
-        filters = {"--top-p": args.top_p not in (None, 1), "--top-k": (args.top_k or 0) > 0}
-        if names := [name for name, is_on in filters.items() if is_on]:
-            raise ValueError(
-                f"only with a --temperature over 0 ({params.temperature:g} here): "
-                f"{', '.join(names)}"
-            )
-    return params
+    given = given_sampling(args) | {"seed": args.seed}
+    return merge_sampling(defaults, given, spell_option)
+
+
+def spell_option(name: str) -> str:
+    """A field of `SamplingParams` as the option of that name."""
+    return f"--{name.replace('_', '-')}"
 
 
 def read_tools(path: Path) -> list[dict[str, Any]] | None:
@@ -312,7 +339,8 @@ def start(args: argparse.Namespace, job: Job) -> tuple[LLM, Iterator[Piece]]:
         jax.config.update("jax_platforms", "cpu")
     if args.platform != "gpu":
         simulate_mesh(job.mesh)
-        set_gpu_flags()
+    set_gpu_flags()
+    set_gpu_environment()
     llm = LLM(
         job.model,
         drafter=job.drafter,

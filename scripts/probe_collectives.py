@@ -36,7 +36,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tqdm import tqdm
 
 from kimi_jax.runtime.conditions import conditions
-from kimi_jax.runtime.flags import MOST_SIMULATED_DEVICES, set_gpu_flags, simulate_mesh
+from kimi_jax.runtime.flags import (
+    MOST_SIMULATED_DEVICES,
+    set_gpu_environment,
+    set_gpu_flags,
+    simulate_mesh,
+)
 from kimi_jax.runtime.mesh import make_mesh, parse_mesh
 
 LEAST_BYTES, MOST_BYTES = 1 << 10, 1 << 21
@@ -235,6 +240,7 @@ def main() -> None:
     args = read_options(parser)
     simulate_mesh(args.mesh)
     set_gpu_flags()
+    set_gpu_environment()
     try:
         mesh = make_mesh(args.mesh, args.platform)
         found = probe(mesh, args.sizes, args.repeats, args.turns, progress=sys.stderr.isatty())

@@ -21,6 +21,7 @@ from spec.eagle3.config import DrafterConfig
 from spec.economics import Collective, Read, Work
 from spec.launches import FEWEST_A_LAYER, Counts
 from spec.machines import INTERCONNECTS, Interconnect
+from spec.memory import Sizes, held
 from spec.traffic import EXPERTS, DrafterBytes, TargetBytes
 
 DTYPE = jnp.dtype(jnp.bfloat16)
@@ -144,12 +145,10 @@ def best_draft_tokens(plan: Plan) -> int:
 
 def plan_memory(plan: Plan) -> dict[str, Any]:
     """Bytes on a device; what is reserved and temporary is assumed or compiled."""
-    slots = plan.batch * math.ceil(plan.context / CAPACITY_UNIT) * CAPACITY_UNIT
+    capacity = math.ceil(plan.context / CAPACITY_UNIT) * CAPACITY_UNIT
+    sizes = Sizes.of(plan.cfg, plan.target.resident, plan.target, plan.drafts)
     parts = {
-        "target_weight_bytes": plan.target.resident,
-        "drafter_weight_bytes": plan.drafts.resident,
-        "cache_bytes": int(slots * plan.target.slot),
-        "drafter_cache_bytes": slots * plan.drafts.slot,
+        **held(sizes, plan.batch, capacity),
         "temporary_bytes": plan.counts.temp_bytes,
         "reserved_bytes": int(1e9 * machines.RESERVED.value),
     }

@@ -25,6 +25,8 @@ EMBEDDING = "embedding"
 """Held, but of it only the tokens' rows are read."""
 EXPERTS = "routed experts"
 
+_DRAFTER_PARTS = {"lm_head": "head", "draft_to_target": "map", "embed_tokens": EMBEDDING}
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TargetBytes:
@@ -84,22 +86,29 @@ def target_bytes(
     )
 
 
-def drafter_bytes(cfg: DrafterConfig, devices: int, dtype: jnp.dtype) -> DrafterBytes:
-    """Of this drafter over `tensor=devices`, as the published Llama-style ones: with its own head,
-    without its own embedding."""
+def drafter_bytes(
+    cfg: DrafterConfig,
+    devices: int,
+    dtype: jnp.dtype,
+    *,
+    has_own_embedding: bool = False,
+    has_own_head: bool = True,
+) -> DrafterBytes:
+    """Of this drafter over `tensor=devices`, by default as the published Llama-style ones: with its
+    own head, without its own embedding."""
     held: collections.Counter[str] = collections.Counter()
     for path, num_bytes, _ in _parameters(
         lambda: Eagle3(
             cfg,
-            has_own_embedding=False,
-            has_own_head=True,
+            has_own_embedding=has_own_embedding,
+            has_own_head=has_own_head,
             has_map=cfg.draft_vocab_size < cfg.vocab_size,
             dtype=dtype,
             rngs=nnx.Rngs(0),
         ),
         devices,
     ):
-        part = {"lm_head": "head", "draft_to_target": "map"}.get(path[0], "layer")
+        part = _DRAFTER_PARTS.get(path[0], "layer")
         held["fuse" if path[0] in ("fc", "fc_norm", "input_norm") else part] += num_bytes
     slots = jax.eval_shape(lambda: empty_cache(cfg, 1, 1, dtype))
     slot = sum(

@@ -10,6 +10,8 @@ from typing import Any
 
 import jax
 
+from kimi_jax.runtime.flags import settings
+
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 _compiles = 0
 
@@ -47,6 +49,7 @@ def conditions(**more: Any) -> dict[str, Any]:
         "cpu": _cpu(),
         "clocks": _clocks(),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "settings": settings(),
         "commit": _commit(),
         **more,
     }

@@ -455,7 +455,7 @@ class Engine:
         self, requests: Sequence[Request], *, batch: int | None = None, capacity: int | None = None
     ) -> DecodeState:
         """The state before prefill; rows beyond the requests have ended from the start."""
-        limits = [self._limit(r) for r in requests]
+        limits = [self.limit(r) for r in requests]
         B = batch or first_at_least(self.batch_sizes, len(requests))
         S = capacity or self._capacity(requests, [len(r.prompt) for r in requests])
         tokens = np.zeros((B, S), np.int32)
@@ -521,7 +521,7 @@ class Engine:
         return self._insert(state, own, np.int32(row))
 
     def _capacity(self, requests: Sequence[Request], lengths: Sequence[int]) -> int:
-        limit = max(self._limit(r) for r in requests)
+        limit = max(self.limit(r) for r in requests)
         soon = max(lengths) + MAX_BLOCK_TOKENS
         return first_at_least(self.capacities, min(limit, max(soon, GROW_FROM)) + self._slack)
 
@@ -599,33 +599,50 @@ class Engine:
 
     def warm_up(self, *, with_logits: bool = False) -> int:
         """Compiles every program requests can reach; returns how many there are."""
+        for _ in self.each_program(with_logits=with_logits):
+            pass
+        return len(self._buckets)
+
+    def each_program(self, *, with_logits: bool = False) -> Iterator[tuple[Any, ...]]:
+        """Compiles every program requests can reach and runs it once; names each when it has run.
+
+        At the end of a batch size comes what is measured for the drafter's controller.
+        """
         for B in self.batch_sizes:
             for S in self.capacities:
                 state = self.new_state([], batch=B, capacity=S)
+                yield "allocate", B, S
                 for size in _chunks_within(S):
                     self._enter("prefill", B, S, size)
                     state = self._prefill(self._weights, state, np.int32(0), size=size)
+                    jax.block_until_ready(state.cache)
+                    yield "prefill", B, S, size
                 for proposal in self.proposals:
                     nobody = np.zeros((B,), np.bool_)
                     state, block = self.decode(state, 1, nobody, proposal)
                     jax.device_get(block)
+                    yield "decode", B, S, proposal
                 if B > 1:
                     nothing = self.new_state([], batch=1, capacity=S)
                     self._enter("insert", B, S)
                     state = self._insert(state, nothing, np.int32(0))
+                    jax.block_until_ready(state.cache)
+                    yield "insert", B, S
                 # A row alone never takes in a longer request.
                 can_grow = S >= GROW_FROM or B > 1
                 for larger in [c for c in self.capacities if c > S and can_grow][:1]:
                     self._enter("grow", B, S, larger)
-                    self._grow(state, capacity=larger)
-            self._calibrate(B)
+                    jax.block_until_ready(self._grow(state, capacity=larger).cache)
+                    yield "grow", B, S, larger
+            if self._calibrate(B):
+                yield "measure", B
         for S in self.capacities if with_logits else ():
             for size in _chunks_within(S):
                 self._enter("logits", S, size)
                 chunk, cache = np.zeros((1, size), np.int32), self._allocate(1, S)[0]
                 self._logits(self.target_weights, cache, chunk, np.int32(0), np.int32(1))
+                yield "logits", S, size
         self._is_warm = True
-        return len(self._buckets)
 
     def cycle_seconds(
         self,
@@ -696,14 +713,17 @@ class Engine:
         tokens = jax.ShapeDtypeStruct((batch, num_tokens), jnp.int32)
         return self._verify.lower(self._weights, state.cache, tokens, state.lengths)
 
-    def _calibrate(self, batch: int) -> None:
-        """Tells the controller what a cycle of each proposal costs here."""
+    def _calibrate(self, batch: int) -> bool:
+        """Tells the controller what a cycle of each proposal costs here, if it has a choice."""
         drafting = [proposal for proposal in self.proposals if proposal is not None]
         if self.drafter is not None and len(drafting) > 1:
             seconds = self.cycle_seconds(drafting, batch=batch)
             self.drafter.controller(batch).calibrate(seconds)
+            return True
+        return False
 
-    def _limit(self, request: Request) -> int:
+    def limit(self, request: Request) -> int:
+        """The length at which it ends."""
         new = request.params.max_new_tokens
         return self.max_length if new is None else min(len(request.prompt) + new, self.max_length)
 

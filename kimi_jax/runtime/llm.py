@@ -5,7 +5,6 @@ README shows it in use.
 """
 
 import dataclasses
-import json
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,13 +23,7 @@ from kimi_jax.checkpoint.table import check
 from kimi_jax.config import ModelConfig
 from kimi_jax.model.transformer import Kimi
 from kimi_jax.runtime.decode import Finish
-from kimi_jax.runtime.engine import (
-    MAX_STOP_IDS,
-    PREFILL_SIZES,
-    Drafter,
-    Engine,
-    Request,
-)
+from kimi_jax.runtime.engine import PREFILL_SIZES, Drafter, Engine, Request
 from kimi_jax.runtime.mesh import (
     MESH_AXES,
     MeshError,
@@ -41,10 +34,9 @@ from kimi_jax.runtime.mesh import (
 )
 from kimi_jax.runtime.placement import abstract_model, stored_dtype
 from kimi_jax.runtime.replies import ChatCollector, Collector, Piece, Result, TextCollector
+from kimi_jax.runtime.requests import Prompt, RequestMaker, as_list
 from kimi_jax.runtime.run import Run
 from kimi_jax.runtime.sampling import SamplingParams
-from kimi_jax.text.chat import ChatTemplate
-from kimi_jax.text.tokenizer import Tokenizer
 
 _log = logging.getLogger(__name__)
 
@@ -52,15 +44,7 @@ DEMO = Path(__file__).resolve().parents[1] / "demo"
 """The bundled demo checkpoint's folder."""
 
 DTYPES = {name: jnp.dtype(name) for name in ("float32", "bfloat16")}
-DEFAULT_MAX_LENGTH = 4096
 SMALL_FILES = ("*.json", "*.jinja", "tiktoken.model")
-
-THINKING_SAMPLING = SamplingParams(max_new_tokens=None, temperature=1.0, top_p=0.95)
-"""The published recommendation for replies with thinking; `chat`'s default."""
-INSTANT_SAMPLING = SamplingParams(max_new_tokens=None, temperature=0.6, top_p=0.95)
-"""The published recommendation for replies without thinking."""
-
-Prompt = str | Sequence[int]
 
 
 class LLM:
@@ -116,18 +100,8 @@ class LLM:
         cfg = ModelConfig.from_folder(folder)
         if latent_norm_eps is not None:
             cfg = dataclasses.replace(cfg, latent_norm_eps=latent_norm_eps)
-        self.tokenizer = Tokenizer.from_folder(folder)
-        if self.tokenizer.vocab_size != cfg.vocab_size:
-            raise ValueError(
-                f"{folder}: the tokenizer has {self.tokenizer.vocab_size} ids, the model's "
-                f"vocabulary {cfg.vocab_size}"
-            )
-        self._stop_ids = _stop_ids(cfg, folder, self.tokenizer)
-        self._folder = folder
-        self._template: ChatTemplate | None = None
-        if (folder / "chat_template.jinja").exists():
-            self._template = ChatTemplate.from_folder(folder, self.tokenizer)
-        self.max_length = _max_length(max_length, cfg)
+        self.requests = RequestMaker.from_folder(folder, cfg, max_length)
+        self.tokenizer, self.max_length = self.requests.tokenizer, self.requests.max_length
         if dtype is not None and dtype not in DTYPES:
             raise ValueError(f"dtype is {dtype!r}, expected one of {sorted(DTYPES)}")
         self.mesh = _mesh(mesh, platform)
@@ -268,30 +242,21 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> Request:
         """The request `chat` runs: the rendered prompt and the options in force."""
-        if self._template is None:
-            self._template = ChatTemplate.from_folder(self._folder, self.tokenizer)
-        ids = self._template.render(list(messages), thinking=thinking, tools=tools)
-        chosen = params or (THINKING_SAMPLING if thinking else INSTANT_SAMPLING)
-        if not chosen.skip_special_tokens:
-            raise ValueError(
-                "skip_special_tokens=False has no meaning in chat, which parses the control tokens;"
-                " use generate with chat_request(...).prompt"
-            )
-        return self._requests([ids], chosen)[0]
+        return self.requests.chat_request(messages, params, thinking=thinking, tools=tools)
 
     # Evaluating.
 
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
         """Float32 [T, V]: the model's logits after each token."""
-        ids = self._check_prompt(token_ids, "token_ids")
+        ids = self.requests.check_prompt(token_ids, "token_ids")
         parts = [np.asarray(part) for part in self.engine.logits(ids)]
         return np.concatenate(parts)[: len(ids)]
 
     def score(self, prompts: Prompt | Sequence[Prompt]) -> list[np.ndarray]:
         """Per prompt, float32 [T - 1]: the log-probability of each token given those before it."""
         scores = []
-        for index, prompt in enumerate(_as_list(prompts)):
-            ids = self._check_prompt(prompt, f"prompt {index}")
+        for index, prompt in enumerate(as_list(prompts)):
+            ids = self.requests.check_prompt(prompt, f"prompt {index}")
             following = np.asarray([*ids[1:], 0], np.int32)
             parts, start = [], 0
             for part in self.engine.logits(ids):
@@ -317,7 +282,7 @@ class LLM:
         drafter = self.engine.drafter
         if drafter is None:
             raise ValueError("without a drafter a cycle is a plain step")
-        ids = None if text is None else self._check_prompt(text, "text")
+        ids = None if text is None else self.requests.check_prompt(text, "text")
         current = drafter.controller(1).current
         seconds = self.engine.cycle_seconds([current, None], text=ids, params=params)
         return seconds[current], seconds[None]
@@ -330,60 +295,8 @@ class LLM:
 
     # Inside.
 
-    def _check_prompt(self, prompt: Any, what: str) -> tuple[int, ...]:
-        """The token ids of a text or a list of ids, the BOS token if it is empty."""
-        if isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, Iterable):
-            raise ValueError(f"{what} is {prompt!r}; expected text or token ids")
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        if not ids:
-            bos = self.cfg.bos_token_id
-            if bos is None:
-                raise ValueError(f"{what} is empty, and the model has no BOS token to begin with")
-            ids = [bos]
-        for token in ids:
-            if not isinstance(token, (int, np.integer)) or isinstance(token, bool):
-                raise ValueError(f"{what} holds {token!r}; expected text or token ids")
-            if not 0 <= token < self.cfg.vocab_size:
-                raise ValueError(
-                    f"{what} holds token id {token}, outside the vocabulary "
-                    f"0..{self.cfg.vocab_size - 1}"
-                )
-        if len(ids) > self.max_length:
-            raise ValueError(
-                f"{what} has {len(ids)} tokens, max_length is {self.max_length} (the model's own "
-                f"limit is {self.cfg.max_position_embeddings})"
-            )
-        return tuple(int(token) for token in ids)
-
     def _requests(self, prompts: Any, params: Any) -> list[Request]:
-        listed = _as_list(prompts)
-        each = [SamplingParams() if params is None else params] * len(listed)
-        if isinstance(params, Sequence) and not isinstance(params, str):
-            each = list(params)
-            if len(each) != len(listed):
-                raise ValueError(f"{len(listed)} prompts, but {len(each)} sampling params")
-        requests = []
-        for index, (prompt, own) in enumerate(zip(listed, each, strict=True)):
-            if not isinstance(own, SamplingParams):
-                raise TypeError(f"params of prompt {index} are {own!r}; expected SamplingParams")
-            ids = self._check_prompt(prompt, f"prompt {index}")
-            if len(ids) >= self.max_length:
-                raise ValueError(
-                    f"prompt {index} has {len(ids)} tokens and leaves no room for a reply: "
-                    f"max_length is {self.max_length}"
-                )
-            try:
-                own.check(self.cfg.vocab_size)
-            except ValueError as error:
-                raise ValueError(f"prompt {index}: {error}") from None
-            stops = set(own.stop_token_ids) | (set() if own.ignore_eos else set(self._stop_ids))
-            if len(stops) > MAX_STOP_IDS:
-                raise ValueError(
-                    f"prompt {index} has {len(stops)} stop ids, the model's own included; at most "
-                    f"{MAX_STOP_IDS}"
-                )
-            requests.append(Request(ids, own, tuple(sorted(stops))))
-        return requests
+        return self.requests.requests(prompts, params)
 
     def _stream(self, reply: Collector) -> Iterator[Piece]:
         silent: tuple[int, ...] = ()
@@ -429,16 +342,6 @@ def _log_probability(logits_f32: jax.Array, token: jax.Array) -> jax.Array:
     return chosen - jax.nn.logsumexp(logits_f32, axis=-1)
 
 
-def _as_list(prompts: Any) -> list[Any]:
-    """One prompt or many, as a list; a flat list of ids is one prompt."""
-    if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
-        return [prompts]
-    listed = list(prompts)
-    if listed and all(isinstance(x, (int, np.integer)) for x in listed):
-        return [listed]
-    return listed
-
-
 def _mesh(mesh: Mapping[str, int] | str | Mesh | None, platform: str | None) -> Mesh:
     if not isinstance(mesh, Mesh):
         return make_mesh(parse_mesh(mesh) if isinstance(mesh, str) else mesh, platform)
@@ -449,28 +352,3 @@ def _mesh(mesh: Mapping[str, int] | str | Mesh | None, platform: str | None) -> 
         raise MeshError(f"platform is {platform!r}, but the mesh is of {kind} devices")
     # `jax.make_mesh` makes explicit axes, whose arrays refuse what is placed automatically here.
     return Mesh(mesh.devices, mesh.axis_names)
-
-
-def _max_length(max_length: int | None, cfg: ModelConfig) -> int:
-    limit = cfg.max_position_embeddings
-    if max_length is None:
-        return min(limit, DEFAULT_MAX_LENGTH)
-    if not 2 <= max_length <= limit:
-        raise ValueError(f"max_length is {max_length}, expected 2..{limit} for this model")
-    return max_length
-
-
-def _stop_ids(cfg: ModelConfig, folder: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The union of every end id the checkpoint names: config, generation config, tokenizer."""
-    ids = {*cfg.eos_token_id, *tokenizer.eos_ids}
-    path = folder / "generation_config.json"
-    if path.exists():
-        try:
-            eos = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        except (AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise ValueError(f"{path}: not a JSON object ({error})") from None
-        ids |= set(eos if isinstance(eos, list) else [] if eos is None else [eos])
-    outside = sorted(i for i in ids if not 0 <= i < cfg.vocab_size)
-    if outside:
-        raise ValueError(f"{folder}: end-of-text ids {outside} lie outside the vocabulary")
-    return tuple(sorted(ids))

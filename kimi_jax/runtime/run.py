@@ -5,7 +5,6 @@ the others go on, so that none waits for the slowest. Knows token ids only, no t
 """
 
 import dataclasses
-import itertools
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -24,6 +23,8 @@ from kimi_jax.runtime.decode import (
 from kimi_jax.runtime.engine import BlockReport, Engine, Proposal, Request
 
 STREAM_BLOCK_SECONDS = 0.03
+REFILL_BLOCK_CYCLES = 16
+"""Most cycles of a block while requests wait: a row that ends within a block idles to its end."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +70,7 @@ class _Row:
 class Run:
     """Requests on their way; iterating gives each block's updates as they come.
 
-    Requests are asked for one at a time when rows are free, so they may be as many as a file has.
+    Requests are asked for as rows are free, and one ahead, so they may be as many as a file has.
     Up to `max_batch` start together; a row that has ended takes the next one. `prefill_seconds` and
     `decode_seconds` grow as the run goes.
     """
@@ -79,6 +80,7 @@ class Run:
         self.decode_seconds = 0.0
         self._engine = engine
         self._waiting = enumerate(requests)
+        self._ahead: tuple[int, Request] | None = None
         self._is_streaming = is_streaming
         self._rows: list[_Row | None] = []
         self._cancelled: set[int] = set()
@@ -90,18 +92,34 @@ class Run:
     def __iter__(self) -> Iterator[list[RowUpdate]]:
         engine, state = self._engine, None
         num_cycles = 1 if self._is_streaming else MAX_BLOCK_TOKENS
-        while (state := self._fill(state)) is not None:
+        self._ahead = next(self._waiting, None)
+        while True:
+            self._drop_cancelled()
+            if not self._live():
+                # The old caches go before the new ones are there.
+                state = None
+                if (state := self._start()) is None:
+                    return
+            for place, row in enumerate(self._rows):
+                if row is None and self._ahead is not None:
+                    began = time.perf_counter()
+                    row = self._rows[place] = self._next()
+                    state = engine.fit(state, *_extent(self._live().values()))
+                    state = engine.insert(state, row.request, place)
+                    jax.block_until_ready(state.cache)
+                    self._count_prefill([row], time.perf_counter() - began)
             began = time.perf_counter()
             live = self._live()
             state = engine.fit(state, *_extent(live.values()))
             # Growing the cache, now and then, is no part of what a cycle costs.
             fitted, compiles = time.perf_counter(), num_compiles()
             proposal, most, controller = None, num_cycles, None
+            wanted = min(num_cycles, self._cycles_until_a_row_may_end(live.values()))
             if engine.drafter is not None:
                 controller = engine.drafter.controller(len(self._rows))
                 proposal, most = controller.choose([row.length for row in live.values()])
             is_empty = np.array([row is None for row in self._rows])
-            state, block = engine.decode(state, min(num_cycles, most), is_empty, proposal)
+            state, block = engine.decode(state, min(wanted, most), is_empty, proposal)
             updates = _row_updates(live, block)
             ended = time.perf_counter()
             self.decode_seconds += ended - began
@@ -120,49 +138,50 @@ class Run:
         """The rows that hold a request, by their place in the batch."""
         return {place: row for place, row in enumerate(self._rows) if row is not None}
 
-    def _fill(self, state: DecodeState | None) -> DecodeState | None:
-        """The state with requests in the rows that are free, as far as there are any.
+    def _cycles_until_a_row_may_end(self, rows: Iterable[_Row]) -> int:
+        """While requests wait for a row; else as many as a block holds."""
+        if self._ahead is None:
+            return MAX_BLOCK_TOKENS
+        left = min(self._engine.limit(row.request) - row.length for row in rows)
+        return min(left, REFILL_BLOCK_CYCLES)
 
-        Where nothing runs the next ones start together, in a batch of their own size; None if
-        there are none.
-        """
+    def _next(self) -> _Row:
+        """The request that waits, to hold a row from now on."""
+        assert self._ahead is not None
+        index, request = self._ahead
+        self._ahead = next(self._waiting, None)
+        return _Row(
+            request=request,
+            length=len(request.prompt),
+            num_compiles=num_compiles(),
+            last=RowUpdate(index=index),
+        )
+
+    def _drop_cancelled(self) -> None:
         for place, row in self._live().items():
             if row.last.index in self._cancelled:
                 self._cancelled.remove(row.last.index)
                 self._rows[place] = None
-        if state is None or not self._live():
-            return self._start(list(itertools.islice(self._waiting, self._engine.max_batch)))
-        for place, row in enumerate(self._rows):
-            following = next(self._waiting, None) if row is None else None
-            if following is not None:
-                state = self._replace(state, place, *following)
-        return state
 
-    def _start(self, numbered: Sequence[tuple[int, Request]]) -> DecodeState | None:
-        if not numbered:
+    def _start(self) -> DecodeState | None:
+        """The state of the next requests, in a batch of their own size; None if there are none."""
+        rows = []
+        while self._ahead is not None and len(rows) < self._engine.max_batch:
+            rows.append(self._next())
+        if not rows:
             return None
-        began, compiles = time.perf_counter(), num_compiles()
-        requests = [request for _, request in numbered]
-        state = self._engine.new_state(requests)
-        state = self._engine.prefill(state, max(len(r.prompt) for r in requests) - 1)
+        began = time.perf_counter()
+        state = self._engine.new_state([row.request for row in rows])
+        state = self._engine.prefill(state, max(row.length for row in rows) - 1)
         jax.block_until_ready(state.cache)
-        seconds = time.perf_counter() - began
-        self.prefill_seconds += seconds
-        self._rows = [None] * state.lengths.shape[0]
-        for place, (index, request) in enumerate(numbered):
-            self._rows[place] = _row(index, request, seconds, compiles)
+        self._rows = rows + [None] * (state.lengths.shape[0] - len(rows))
+        self._count_prefill(rows, time.perf_counter() - began)
         return state
 
-    def _replace(self, state: DecodeState, place: int, index: int, request: Request) -> DecodeState:
-        began, compiles = time.perf_counter(), num_compiles()
-        row = _row(index, request, 0.0, compiles)
-        state = self._engine.fit(state, *_extent([*self._live().values(), row]))
-        state = self._engine.insert(state, request, place)
-        jax.block_until_ready(state.cache)
-        seconds = time.perf_counter() - began
+    def _count_prefill(self, rows: Iterable[_Row], seconds: float) -> None:
         self.prefill_seconds += seconds
-        self._rows[place] = _row(index, request, seconds, compiles)
-        return state
+        for row in rows:
+            row.last = dataclasses.replace(row.last, prefill_seconds=seconds)
 
     def _take_in(
         self, live: dict[int, _Row], updates: Sequence[RowUpdate], seconds: float
@@ -181,15 +200,6 @@ class Run:
             if update.finish != Finish.RUNNING:
                 self._rows[place] = None
         return told
-
-
-def _row(index: int, request: Request, prefill_seconds: float, compiles: int) -> _Row:
-    return _Row(
-        request=request,
-        length=len(request.prompt),
-        num_compiles=compiles,
-        last=RowUpdate(index=index, prefill_seconds=prefill_seconds),
-    )
 
 
 def _extent(rows: Iterable[_Row]) -> tuple[list[Request], list[int]]:

@@ -9,13 +9,14 @@ knows token ids only; `spec.training.conversations` makes them of text.
 import dataclasses
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Int32
+
+from kimi_jax.runtime.jsonl import ResumableLines
 
 FORMAT = "kimi_jax training samples"
 VERSION = 1
@@ -275,70 +276,44 @@ class SamplesWriter:
         self.path = Path(path)
         check_resumable(path, header)
         self.report = Report()
-        self._places: dict[str, int] = {}
-        self._file = open(self.path, "r+b" if self.path.exists() else "w+b")
+
+        def read(line: bytes) -> str:
+            sample = _sample(_row(line), header.vocab_size)
+            self.report.take(sample)
+            return sample.id
+
         try:
-            end = self._scan(header.vocab_size)
-        except BaseException:
-            self._file.close()
-            raise
-        self._file.seek(end)
-        self._file.truncate()
-        if end == 0:
-            self._write(header.to_dict())
+            self._lines = ResumableLines(path, read, header=header.to_dict())
+        except ValueError as error:
+            raise SamplesError(str(error)) from None
         self.num_resumed = self.report.samples
 
     def __contains__(self, id: str) -> bool:
-        return id in self._places
+        return id in self._lines
 
     def __enter__(self) -> "SamplesWriter":
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self._file.close()
+        self._lines.close()
 
     def append(self, sample: Sample, **readable: Any) -> None:
         """Writes one sample, and what else a human may want to know of it."""
-        if sample.id in self._places:
-            raise SamplesError(f"{self.path}: the id {sample.id!r} is in it already")
         row = {
             "id": sample.id,
             "input_ids": sample.input_ids.tolist(),
             "generated": sample.generated,
             **readable,
         }
-        self._places[sample.id] = self._write(row)
+        try:
+            self._lines.append(sample.id, row)
+        except ValueError as error:
+            raise SamplesError(str(error)) from None
         self.report.take(sample)
 
     def row(self, id: str) -> dict[str, Any]:
         """The row with this id, read back."""
-        self._file.seek(self._places[id])
-        row = json.loads(self._file.readline())
-        self._file.seek(0, os.SEEK_END)
-        return row
-
-    def _scan(self, vocab_size: int) -> int:
-        """Takes in the rows that are there; where the last whole one ends."""
-        end = 0
-        for number, line in enumerate(self._file):
-            if not line.endswith(b"\n"):
-                break
-            if number:
-                try:
-                    row = _row(line)
-                    sample = _sample(row, vocab_size)
-                except _BadRow as error:
-                    raise SamplesError(f"{self.path}, line {number + 1}: {error}") from None
-                self._places[sample.id] = end
-                self.report.take(sample)
-            end += len(line)
-        return end
-
-    def _write(self, row: dict[str, Any]) -> int:
-        place = self._file.tell()
-        self._file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
-        self._file.flush()
-        return place
+        return self._lines.row(id)
 
 
 def check_resumable(path: str | Path, header: Header) -> None:
@@ -360,7 +335,7 @@ def check_resumable(path: str | Path, header: Header) -> None:
         )
 
 
-class _BadRow(Exception):
+class _BadRow(ValueError):
     """Why a row is no sample: a reason to count by, without the row's own values."""
 
 

@@ -13,8 +13,8 @@ import generate
 import pytest
 
 from kimi_jax import LLM, SamplingParams
-from kimi_jax.runtime.llm import INSTANT_SAMPLING, THINKING_SAMPLING
 from kimi_jax.runtime.replies import Piece
+from kimi_jax.runtime.requests import INSTANT_SAMPLING, THINKING_SAMPLING
 
 KEYS = {
     "text",

@@ -67,7 +67,7 @@ def test_replies_end_in_the_last_slot(
     """Where a row's last slots end, the next row's begin."""
     llm = make_drafted(choices=(shape,), max_length=256 - shape.num_slots)
     monkeypatch.setattr(plain.engine, "max_length", llm.max_length)
-    monkeypatch.setattr(plain, "max_length", llm.max_length)
+    monkeypatch.setattr(plain.requests, "max_length", llm.max_length)
     only(shape)
     most = min(240, llm.max_length)
     prompts = [ids(n, n) for n in (most - 2, 200, most - 7, most - 1)]

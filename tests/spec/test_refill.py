@@ -7,10 +7,17 @@ from scripted import REAL, write_script
 from spec_options import OPTIONS
 
 from kimi_jax.runtime.conditions import num_compiles
-from kimi_jax.runtime.llm import LLM
+from kimi_jax.runtime.llm import DEMO, LLM
 from kimi_jax.runtime.run import Run
-from spec import load_drafter
+from spec import DEMO_DRAFTER, load_drafter
 from spec.tree import Chain
+
+CASES = [
+    ("llama", "tensor=8"),
+    pytest.param("llama", None, marks=pytest.mark.slow),
+    pytest.param("mla", None, marks=pytest.mark.slow),
+]
+"""Eight devices by default: one is the case in which nothing is cut."""
 
 
 def parts(x: jax.Array, num_rows: int) -> list[np.ndarray]:
@@ -18,10 +25,7 @@ def parts(x: jax.Array, num_rows: int) -> list[np.ndarray]:
     return np.split(np.asarray(x), num_rows)
 
 
-@pytest.mark.parametrize(
-    "kind, mesh",
-    [("llama", None), ("llama", "tensor=8"), pytest.param("mla", None, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("kind, mesh", CASES)
 def test_insertion_changes_one_row_and_all_of_it(make_drafted, only, ids, on, kind, mesh):
     """Bit for bit: every other row as it was, the row as it is alone after prefill."""
     llm = make_drafted(kind, mesh=mesh)
@@ -62,7 +66,7 @@ def requests_of(ids, on):
     return requests_of
 
 
-@pytest.mark.parametrize("kind, mesh", [("llama", None), ("mla", None), ("llama", "tensor=8")])
+@pytest.mark.parametrize("kind, mesh", CASES)
 def test_replies_are_those_of_plain_decoding_alone(
     make_drafted, only, plain, check_replies, requests_of, kind, mesh
 ):
@@ -74,18 +78,21 @@ def test_replies_are_those_of_plain_decoding_alone(
     check_replies(llm.generate(prompts, params), expected)
 
 
-def test_speculation_is_that_of_the_request_alone(make_drafted, only, requests_of):
-    """As many drafts stand: the drafter knows all of the prompt it was given in a running batch."""
-    llm = make_drafted()
-    write_script(llm, REAL)
-    only(Chain(3))
-    prompts, params = requests_of(13)
+def test_speculation_is_that_of_the_request_alone(on):
+    """The demo's drafter is right as often: it knows all of the prompt it was given in a running
+    batch."""
+    drafter = load_drafter(DEMO_DRAFTER, num_draft_tokens=3)
+    llm = LLM(DEMO, drafter=drafter, max_length=128, max_batch=2, progress=False)
+    prompts = ["def add(a, b):", "import ", "class Stack:\n    def push(self", "for i in", "x = ["]
+    params = [on(24), on(5), on(16), on(30), on(9, temperature=0.7, seed=1)]
     found = llm.generate(prompts, params)
     for prompt, own, result in zip(prompts, params, found, strict=True):
-        assert llm.generate([prompt], own)[0].speculation == result.speculation
-    assert sum(result.speculation.accepted for result in found) > 0
+        [alone] = llm.generate([prompt], own)
+        assert (result.token_ids, result.speculation) == (alone.token_ids, alone.speculation)
+    assert sum(result.speculation.accepted for result in found) > 20
 
 
+@pytest.mark.slow
 def test_auto_sees_the_rows_that_are_live(
     target_folder, make_drafter_folder, plain, check_replies, requests_of, monkeypatch
 ):
@@ -136,7 +143,7 @@ def test_rows_past_the_drafters_positions_do_not_spoil_a_new_one(
 
 
 def test_updates_count_from_the_requests_own_start(make_drafted, only, ids, on):
-    llm = make_drafted()
+    llm = make_drafted("llama", mesh="tensor=8")
     write_script(llm, REAL)
     only(Chain(3))
     requests = llm._requests([ids(3, n) for n in range(9)], [on(3 + n) for n in range(9)])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kimi_jax.runtime.llm import INSTANT_SAMPLING, THINKING_SAMPLING
+from kimi_jax.runtime.requests import INSTANT_SAMPLING, THINKING_SAMPLING
 from kimi_jax.text.messages import ChatError
 
 pytestmark = pytest.mark.usefixtures("quick_compiles", "no_compiles")

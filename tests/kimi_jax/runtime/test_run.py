@@ -92,7 +92,7 @@ def test_longer_requests_than_those_that_run(folder, llm, ids, on, monkeypatch):
         assert llm.generate([prompt], own)[0].token_ids == token_ids
 
 
-def test_requests_are_asked_for_when_a_row_is_free(llm, ids, on):
+def test_requests_are_asked_for_one_ahead(llm, ids, on):
     lengths = [1, 5, 70, 70, 1, 1, 5, 70, 5, 5, 1]
     asked = []
 
@@ -105,7 +105,7 @@ def test_requests_are_asked_for_when_a_row_is_free(llm, ids, on):
     # One cycle: three of the eight rows end in it, and are taken when the next block begins.
     first = next(blocks)
     assert [u.index for u in first if u.finish != Finish.RUNNING] == [0, 4, 5]
-    assert asked == list(range(8))
+    assert asked == list(range(9))
     second = next(blocks)
     assert asked == list(range(11))
     assert [u.index for u in second] == [8, 1, 2, 3, 9, 10, 6, 7]
