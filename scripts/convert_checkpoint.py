@@ -7,7 +7,7 @@
 What it does: loads every parameter as a model on the devices of --mesh would have it and writes it
 with orbax, uncompressed, a file for each device's share; copies configuration, tokenizer and
 template; and writes `converted.json` last, with the source's fingerprint, the layout's version and
-a checksum of every array. OUT is then a checkpoint like the published one for every script. It
+a checksum of every file. OUT is then a checkpoint like the published one for every script. It
 loads onto any number of devices: each reads its own share alone where that is made of whole files,
 as for 1, 2, 4 and 8 devices of --mesh tensor=8.
 
@@ -124,15 +124,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     record = convert(job, progress=not args.quiet)
     seconds = time.perf_counter() - began
     written = job.num_bytes(job.left)
-    assert record.pieces is not None
     return {
         "out": str(job.out),
         "source": record.source,
         "layout_version": record.layout_version,
         "dtype": dtype,
         "bytes": job.num_bytes(),
-        "pieces": len(record.pieces),
-        "files": sum(len(piece["files"]) for piece in record.pieces.values()),
+        "pieces": len(job.pieces),
         "pieces_written": len(job.left),
         "bytes_written": written,
         "rounded": len(rounded),

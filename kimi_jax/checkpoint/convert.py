@@ -21,26 +21,24 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from kimi_jax.checkpoint.arrays import TEMPORARY, checksums, read_about, write_arrays
+from kimi_jax.checkpoint.arrays import crc32_of, write_arrays
 from kimi_jax.checkpoint.converted import (
     PIECES,
     RECORD_NAME,
+    Piece,
     Record,
+    Stored,
     group,
     list_files,
+    read_piece_record,
     read_record,
+    recorded_pieces,
     spoilt_files,
     versions,
-    written_pieces,
 )
 from kimi_jax.checkpoint.fingerprint import weights_digest
 from kimi_jax.checkpoint.load import load_params
-from kimi_jax.checkpoint.reader import (
-    FILE_PATTERNS,
-    INDEX_NAME,
-    CheckpointError,
-    summarise,
-)
+from kimi_jax.checkpoint.reader import FILE_PATTERNS, INDEX_NAME, CheckpointError, summarise
 from kimi_jax.checkpoint.records import as_json, differences, fields, one_line, write_json
 from kimi_jax.checkpoint.table import LAYOUT_VERSION, Plan
 from kimi_jax.checkpoint.verify import known_hashes
@@ -48,6 +46,7 @@ from kimi_jax.checkpoint.writer import lack_of_space
 
 # Room for the small files, the record and the pieces' own metadata.
 SPARE_BYTES = 50_000_000
+_MAX_THREADS = 16
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,11 +57,11 @@ class Conversion:
     wanted: dict[str, jax.ShapeDtypeStruct]
     out: Path
     record: Record
-    """Without pieces: what must be the same in every part of a conversion."""
+    """Not complete: what must be the same in every part of a conversion."""
     whole: list[str]
     """Pieces that an earlier part has written."""
     spoilt: list[str]
-    """Pieces that are there but not whole; they are written again."""
+    """What is wrong with pieces that are there; they are written again."""
 
     @property
     def pieces(self) -> dict[str, list[str]]:
@@ -104,6 +103,7 @@ def prepare(
     out = Path(out).expanduser().absolute()
     record = Record(
         layout_version=LAYOUT_VERSION,
+        is_complete=False,
         dtype=dtype,
         is_int4=plan.is_int4,
         mesh=dict(mesh),
@@ -126,7 +126,7 @@ def prepare(
         else:
             if earlier is not None:
                 problems += _other_conversion(earlier, record)
-                whole, spoilt = _look(out, earlier)
+                whole, spoilt = _look(out)
             elif entries:
                 problems.append(
                     f"holds something else ({summarise(sorted(entries))}); give a folder of its own"
@@ -140,9 +140,8 @@ def prepare(
         spoilt=spoilt,
     )
     needed = conversion.num_bytes(conversion.left)
-    # What a killed part has left is removed first.
-    there = sum(sum(list_files(path).values()) for path in _leftovers(out))
-    there += sum(sum(list_files(out / PIECES / name).values()) for name in spoilt)
+    # What is there but not whole is removed first.
+    there = sum(sum(list_files(path).values()) for path in _leftovers(out, whole))
     if needed and (lack := lack_of_space(out, max(0, needed + SPARE_BYTES - there))):
         problems.append(f"the disk is too small: this takes {lack}")
     if problems:
@@ -160,11 +159,11 @@ def convert(conversion: Conversion, *, progress: bool = True) -> Record:
     out, left = conversion.out, conversion.left
     (out / PIECES).mkdir(parents=True, exist_ok=True)
     with _alone(out):
-        for path in [*_leftovers(out), *(out / PIECES / name for name in conversion.spoilt)]:
-            shutil.rmtree(path)
         earlier = read_record(out)
-        if earlier is not None and earlier.pieces is not None and not left:
+        if earlier is not None and earlier.is_complete and not left:
             return earlier
+        for path in _leftovers(out, conversion.whole):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
         write_json(out / RECORD_NAME, conversion.record.to_dict())
         for path in small_files(conversion.plan.files.folder):
             _copy(path, out / path.name)
@@ -176,12 +175,7 @@ def convert(conversion: Conversion, *, progress: bool = True) -> Record:
                 conversion.plan.files.folder,
                 [f"changed meanwhile ({'; '.join(changed)}): remove {out} and begin again"],
             )
-        pieces = {}
-        for name, paths in conversion.pieces.items():
-            about = read_about(out / PIECES / name)
-            parameters = {path: about[path] for path in paths}
-            pieces[name] = {"parameters": parameters, "files": list_files(out / PIECES / name)}
-        record = dataclasses.replace(conversion.record, pieces=pieces)
+        record = dataclasses.replace(conversion.record, is_complete=True)
         write_json(out / RECORD_NAME, record.to_dict())
     return record
 
@@ -221,17 +215,28 @@ def _write_pieces(conversion: Conversion, left: list[str], progress: bool) -> No
 def _write_piece(
     conversion: Conversion, name: str, arrays: dict[str, jax.Array], bar: tqdm
 ) -> None:
-    sums = checksums(arrays)
-    about = {
-        path: {"shape": list(array.shape), "dtype": str(array.dtype), "checksum": sums[path]}
-        for path, array in arrays.items()
-    }
+    where = conversion.out / PIECES / name
     try:
-        write_arrays(conversion.out / PIECES / name, arrays, about)
+        write_arrays(where, arrays)
+        sizes = list_files(where)
+        with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
+            sums = pool.map(lambda file: crc32_of(where / file), sizes)
+            files = {f: (size, crc) for (f, size), crc in zip(sizes.items(), sums, strict=True)}
+        stored = {
+            path: Stored(
+                shape=array.shape,
+                dtype=str(array.dtype),
+                part=array.sharding.shard_shape(array.shape),
+            )
+            for path, array in arrays.items()
+        }
+        # From here on the piece counts.
+        record = Piece(arrays=stored, files=files)
+        write_json(where.with_name(f"{name}.json"), record.to_dict())
     except Exception as error:  # a disk that is full or fails may raise nearly anything
         free = shutil.disk_usage(conversion.out).free / 1e9
         raise CheckpointError(
-            conversion.out / PIECES / name,
+            where,
             [
                 f"not written ({one_line(error)}); {free:.1f} GB are free. What is whole stays: "
                 "the same command goes on from it"
@@ -293,20 +298,26 @@ def _other_conversion(earlier: Record, record: Record) -> list[str]:
     return problems
 
 
-def _look(out: Path, earlier: Record) -> tuple[list[str], list[str]]:
-    """Pieces that are whole, and those that are not."""
-    recorded = earlier.pieces or {}
+def _look(out: Path) -> tuple[list[str], list[str]]:
+    """Pieces that are whole, and what is wrong with others."""
     whole, spoilt = [], []
-    for name in written_pieces(out):
-        files = recorded[name]["files"] if name in recorded else {}
-        bad = spoilt_files(out / PIECES / name, files)
-        (spoilt if bad else whole).append(name)
+    for name in recorded_pieces(out):
+        try:
+            bad = spoilt_files(out, name, read_piece_record(out, name))
+        except CheckpointError as error:
+            bad = [str(error)]
+        spoilt += bad
+        if not bad:
+            whole.append(name)
     return whole, spoilt
 
 
-def _leftovers(out: Path) -> Iterator[Path]:
-    """Folders of pieces whose writer was killed."""
-    yield from out.glob(f"{PIECES}/*{TEMPORARY}*")
+def _leftovers(out: Path, whole: list[str]) -> list[Path]:
+    """What is among the pieces and belongs to no whole one: its writer was killed, or it is
+    spoilt."""
+    kept = {*whole, *(f"{name}.json" for name in whole)}
+    pieces = out / PIECES
+    return [path for path in pieces.iterdir() if path.name not in kept] if pieces.is_dir() else []
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -73,7 +73,7 @@ def abstract_model(
 def stored_dtype(plan: Plan | Converted, path: str) -> jnp.dtype:
     """The dtype a parameter has in the files."""
     if isinstance(plan, Converted):
-        return plan.stored_dtype(path)
+        return jnp.dtype(plan.stored[path].dtype)
     name = plan.file_names[plan.parameters[path].name_of(0)]
     return jnp.dtype(DTYPES[plan.files.tensors[name].dtype])
 

@@ -24,6 +24,7 @@ from jaxtyping import Float
 from safetensors import SafetensorError, safe_open
 
 from kimi_jax.checkpoint.reader import CheckpointError, summarise
+from kimi_jax.checkpoint.writer import lack_of_space
 from spec.training.samples import Sample
 
 FORMAT = "kimi_jax hidden states"
