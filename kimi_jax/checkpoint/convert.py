@@ -157,14 +157,16 @@ def convert(conversion: Conversion, *, progress: bool = True) -> Record:
             is writing the folder. What is whole stays, and a further call goes on from it.
     """
     out, left = conversion.out, conversion.left
-    (out / PIECES).mkdir(parents=True, exist_ok=True)
+    out.mkdir(parents=True, exist_ok=True)
     with _alone(out):
         earlier = read_record(out)
         if earlier is not None and earlier.is_complete and not left:
             return earlier
         for path in _leftovers(out, conversion.whole):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
+        # Before anything else: by it the folder is known.
         write_json(out / RECORD_NAME, conversion.record.to_dict())
+        (out / PIECES).mkdir(exist_ok=True)
         for path in small_files(conversion.plan.files.folder):
             _copy(path, out / path.name)
         _write_pieces(conversion, left, progress)

@@ -145,7 +145,7 @@ def read_record(folder: str | os.PathLike[str]) -> Record | None:
                 "published checkpoint again, or use the version that wrote this one"
             ],
         )
-    return _made_of(Record, data, path)
+    return Record(**_checked(Record, data, path))
 
 
 def read_piece_record(folder: Path, name: str) -> Piece:
@@ -155,13 +155,17 @@ def read_piece_record(folder: Path, name: str) -> Piece:
         CheckpointError: there is no such record, or it cannot be read.
     """
     path = folder / PIECES / f"{name}.json"
-    piece = _made_of(Piece, _read_json(path), path)
-    arrays = {name: _made_of(Stored, own, path) for name, own in piece.arrays.items()}
-    arrays = {
-        name: dataclasses.replace(own, shape=tuple(own.shape), part=tuple(own.part))
-        for name, own in arrays.items()
-    }
-    files = {name: (size, crc) for name, (size, crc) in piece.files.items()}
+    data = _checked(Piece, _read_json(path), path)
+    try:
+        arrays = {
+            name: Stored(
+                shape=tuple(own["shape"]), dtype=str(own["dtype"]), part=tuple(own["part"])
+            )
+            for name, own in data["arrays"].items()
+        }
+        files = {name: (int(size), int(crc)) for name, (size, crc) in data["files"].items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(path, [f"not a record of a piece ({one_line(error)})"]) from None
     return Piece(arrays=arrays, files=files)
 
 
@@ -250,7 +254,7 @@ def restore_params(
         )
     _warn_of_needless_reads(converted, wanted)
     out: dict[str, jax.Array] = {}
-    pieces = group(wanted)
+    pieces = group(converted.parameters)
     spoilt: list[str] = []
     bar = _bar("restoring", sum(stored[path].num_bytes for path in wanted), progress)
     with bar:
@@ -268,15 +272,15 @@ def restore_params(
             bar.update(sum(stored[path].num_bytes for path in pieces[name]))
     if spoilt:
         raise CheckpointError(converted.folder, [*spoilt, _advice(converted, spoilt)])
-    return {path: out[path] for path in wanted}
+    return {path: out[path] for path in converted.parameters}
 
 
 def verify_files(converted: Converted, *, progress: bool = True) -> list[str]:
     """Reads every file of every piece; those whose bytes are not what was written."""
     spoilt: list[str] = []
     sizes = {
-        name: sum(size for size, _ in piece.files.values())
-        for name, piece in converted.pieces.items()
+        name: sum(size for size, _ in converted.pieces[name].files.values())
+        for name in group(converted.parameters)
     }
     bar = _bar("verifying", sum(sizes.values()), progress)
     with bar:
@@ -339,12 +343,13 @@ def _read_json(path: Path) -> dict[str, Any]:
     return data
 
 
-def _made_of(kind: Any, data: dict[str, Any], path: Path) -> Any:
+def _checked(kind: type, data: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The data, if it has the fields of this kind of record."""
     names = {field.name for field in dataclasses.fields(kind)}
     if data.keys() != names:
         differing = summarise(sorted(data.keys() ^ names))
         raise CheckpointError(path, [f"not a record of this layout: {differing}"])
-    return kind(**data)
+    return data
 
 
 def _changed_files(converted: Converted, names: list[str]) -> Iterator[tuple[str, list[str]]]:
