@@ -29,7 +29,7 @@ def write_arrays(folder: Path, arrays: Mapping[str, jax.Array]) -> None:
     # Here and below: importing orbax takes a second, and gives the root logger a handler.
     import orbax.checkpoint as ocp
 
-    with _without_ocdbt_warning(), ocp.Checkpointer(_handler()) as writer:
+    with _without_log(), ocp.Checkpointer(_handler()) as writer:
         writer.save(folder, args=ocp.args.PyTreeSave(dict(arrays)))
 
 
@@ -49,7 +49,7 @@ def read_arrays(folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dic
         restore_args=ocp.checkpoint_utils.construct_restore_args(tree),
         partial_restore=True,
     )
-    with ocp.Checkpointer(_handler()) as reader:
+    with _without_log(), ocp.Checkpointer(_handler()) as reader:
         read = reader.restore(folder, args=args)
     return {name: read[name] for name in wanted}
 
@@ -72,15 +72,16 @@ def _handler() -> Any:
 
 
 @contextlib.contextmanager
-def _without_ocdbt_warning() -> Iterator[None]:
-    """Orbax warns at every save that there is no OCDBT database to merge."""
+def _without_log() -> Iterator[None]:
+    """Orbax warns at every save that there is no OCDBT database to merge, and logs the traceback of
+    what it then raises."""
 
-    def keep(record: logging.LogRecord) -> bool:
-        return "Skipping merge of OCDBT" not in record.getMessage()
+    def drop(_: logging.LogRecord) -> bool:
+        return False
 
     log = logging.getLogger("absl")
-    log.addFilter(keep)
+    log.addFilter(drop)
     try:
         yield
     finally:
-        log.removeFilter(keep)
+        log.removeFilter(drop)

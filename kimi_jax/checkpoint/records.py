@@ -51,6 +51,6 @@ def fields(value: Any, path: str = "") -> dict[str, Any]:
 
 
 def one_line(error: BaseException) -> str:
-    """An error's kind and the first line of what it says: orbax's go on for pages."""
+    """An error's kind and the first line of what it says, not too long: orbax's go on for pages."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else '':.200}"
+    return f"{type(error).__name__}: {lines[0] if lines else '':.500}"
