@@ -8,7 +8,7 @@ those alone. It knows nothing of the model.
 import contextlib
 import logging
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,10 +65,27 @@ def crc32_of(path: Path) -> int:
 
 def _handler() -> Any:
     import orbax.checkpoint as ocp
+    import tensorstore  # what orbax reads and writes with
+
+    # Memory that a process has not used before is most of what reading costs, so that files are
+    # mapped, not copied into a buffer first: 5 GB/s on one core, where it was 0.2 to 0.8.
+    mapped = tensorstore.Context({"file_io_mode": {"mode": "memmap"}})
+
+    class MappedArrayHandler(ocp.type_handlers.ArrayHandler):
+        async def deserialize(self, infos: Sequence[Any], args: Any = None) -> Sequence[jax.Array]:
+            for info in infos:
+                info.ts_context = mapped
+            return await super().deserialize(infos, args)
 
     # Packed weights do not compress. A file for each part of an array, not a database of them
     # (OCDBT): copying tools see it, and its size and checksum say whether it is whole.
-    return ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False)
+    return ocp.PyTreeCheckpointHandler(
+        use_ocdbt=False,
+        use_compression=False,
+        type_handler_registry=ocp.type_handlers.create_type_handler_registry(
+            (jax.Array, MappedArrayHandler())
+        ),
+    )
 
 
 @contextlib.contextmanager
