@@ -16,8 +16,8 @@ Whole pieces stay. It says before it starts how much disk it takes: 594 GB for K
 CPU devices as the mesh has are simulated; no GPU is used.
 
 Progress and errors go to stderr; the last line of stdout is JSON. Exit status: 0, 1 when it cannot
-be converted, 2 when an option is wrong. A full-width layer with 96 experts (2.8 GB) took 19 s on two
-busy cores.
+be converted, 2 when an option is wrong. A full-width layer with 96 experts (2.8 GB) took 19 s on
+two busy cores.
 """
 
 import argparse
