@@ -2,11 +2,14 @@
 
     python scripts/make_random_checkpoint.py OUT --preset kimi-k2.5-layer
     python scripts/bench_load.py OUT --mesh tensor=8 --dtype bfloat16
+    python scripts/convert_checkpoint.py OUT CONVERTED
+    python scripts/bench_load.py OUT --converted CONVERTED --mesh tensor=8
 
 The files are read once before, so that both find them in the page cache; then each takes its turn
 in a process of its own, `--repeats` times. What counts as loading: headers checked, plan made and
 every parameter on its device in the kernels' layout; imports, JAX's start and the tokenizer do not
-count. Memory is the peak of what the loading process holds, the weights on the (CPU) devices
+count. With `--converted` the checkpoint that scripts/convert_checkpoint.py has made of it takes its
+turns too. Memory is the peak of what the loading process holds, the weights on the (CPU) devices
 included. On a virtual machine the first touch of memory may cost far more than all of loading,
 since the host has to find it; `--memory-ready` takes the memory before the clock starts (Linux with
 glibc). Prints a table and one JSON line; figures seen last are in the README.
@@ -22,6 +25,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from kimi_jax.checkpoint.converted import PIECES
 from kimi_jax.runtime.conditions import conditions
 
 _LOAD = """
@@ -36,9 +40,7 @@ simulate_mesh(sizes)
 import jax
 import jax.numpy as jnp
 import numpy as np
-from kimi_jax.checkpoint.load import load_params
-from kimi_jax.checkpoint.reader import CheckpointFiles
-from kimi_jax.checkpoint.table import check
+from kimi_jax.checkpoint.load import load_params, open_checkpoint
 from kimi_jax.config import ModelConfig
 from kimi_jax.runtime.placement import abstract_model, stored_dtype
 
@@ -56,7 +58,7 @@ if int(ready_bytes):
     libc.mallopt(-1, -1)
     np.empty(int(ready_bytes), np.uint8)[::4096] = 1
 began, cpu = time.perf_counter(), time.process_time()
-plan = check(ModelConfig.from_folder(Path(folder)), CheckpointFiles.open(folder))
+plan = open_checkpoint(ModelConfig.from_folder(Path(folder)), folder)
 wanted = abstract_model(
     plan.cfg, mesh, jnp.dtype(dtype), embedding_dtype=stored_dtype(plan, "embed_tokens")
 ).wanted
@@ -89,10 +91,18 @@ def load(folder: Path, mesh: str, dtype: str, ready_bytes: int) -> dict[str, Any
     return json.loads(run.stdout.splitlines()[-1])
 
 
+def _print_row(size: int, cat: float, row: dict[str, Any], what: str = "") -> None:
+    print(
+        f"{size / cat / 1e9:9.2f} {size / row['seconds'] / 1e9:10.2f} {cat / row['seconds']:6.2f} "
+        f"{row['cpu_seconds']:6.1f} {row['peak_bytes'] / 1e9:8.2f}{what}"
+    )
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs everything; see the module's docstring."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("path", type=Path, help="checkpoint folder")
+    parser.add_argument("--converted", type=Path, help="what was converted of it")
     parser.add_argument("--mesh", default="tensor=8")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--repeats", type=int, default=3)
@@ -106,7 +116,12 @@ def main(argv: list[str] | None = None) -> int:
     if not shards:
         parser.error(f"{args.path}: no safetensors files")
     size = sum(shard.stat().st_size for shard in shards)
-    cat_seconds(shards)
+    parts = []
+    if args.converted is not None:
+        parts = [path for path in sorted((args.converted / PIECES).rglob("*")) if path.is_file()]
+        if not parts:
+            parser.error(f"{args.converted}: no converted checkpoint")
+    cat_seconds(shards + parts)
     rows = []
     for _ in range(args.repeats):
         cat = cat_seconds(shards)
@@ -116,14 +131,25 @@ def main(argv: list[str] | None = None) -> int:
             ready = size if args.dtype == "bfloat16" else int(1.3 * size)
             ready += 200_000_000
         rows.append({"cat_seconds": cat} | load(args.path, args.mesh, args.dtype, ready))
+        if parts:
+            rows[-1]["converted"] = load(args.converted, args.mesh, args.dtype, ready)
     print(f"{'cat GB/s':>9} {'load GB/s':>10} {'share':>6} {'CPU s':>6} {'peak GB':>8}")
     for row in rows:
         row["share_of_cat"] = row["cat_seconds"] / row["seconds"]
-        print(
-            f"{size / row['cat_seconds'] / 1e9:9.2f} {size / row['seconds'] / 1e9:10.2f} "
-            f"{row['share_of_cat']:6.2f} {row['cpu_seconds']:6.1f} {row['peak_bytes'] / 1e9:8.2f}"
-        )
-    result = {
+        _print_row(size, row["cat_seconds"], row)
+        if parts:
+            _print_row(size, row["cat_seconds"], row["converted"], " converted")
+    converted = {}
+    if parts:
+        own = [row["converted"] for row in rows]
+        converted = {
+            "restore_gb_per_second": size / 1e9 / statistics.median(r["seconds"] for r in own),
+            "restore_over_load": statistics.median(
+                row["seconds"] / row["converted"]["seconds"] for row in rows
+            ),
+            "restore_peak_bytes": max(row["peak_bytes"] for row in own),
+        }
+    result = converted | {
         "bytes_on_disk": size,
         "cat_gb_per_second": size / 1e9 / statistics.median(r["cat_seconds"] for r in rows),
         "load_gb_per_second": size / 1e9 / statistics.median(r["seconds"] for r in rows),

@@ -9,6 +9,9 @@ hold and on which GPUs that fits. The second also compares each file with the ha
 left beside it (`hf download --local-dir`, or its cache), and names tensors that hold NaN or
 infinite values and `weight_shape` tensors that contradict the words.
 
+Of a converted checkpoint (scripts/convert_checkpoint.py) it checks the record and every file's
+size, and with --verify every file's checksum.
+
 PATH is a folder, or a hub id "owner/name" that is in the hub's cache already: nothing is
 downloaded. The 64 shards and 208,550 tensors of Kimi-K2.5 take about 10 seconds on one core. The
 last line of stdout is JSON; the exit status is 1 if something is wrong. Needs no GPU.
@@ -26,6 +29,8 @@ from typing import Any
 from jax.sharding import AbstractMesh
 
 from kernels_pallas.compile_only import HARDWARE
+from kimi_jax.checkpoint.converted import RECORD_NAME, Converted, verify_files
+from kimi_jax.checkpoint.load import open_checkpoint
 from kimi_jax.checkpoint.reader import CheckpointError, Survey, resolve, survey
 from kimi_jax.checkpoint.table import check
 from kimi_jax.checkpoint.verify import METADATA, known_hashes, verify
@@ -65,6 +70,47 @@ def look(folder: Path, with_values: bool) -> tuple[Survey, ModelConfig | None, d
         except CheckpointError as error:
             problems += error.problems
     return found, cfg, {"problems": problems, "notes": notes, "broken": broken}
+
+
+def check_converted(args: argparse.Namespace, folder: Path, sizes: dict[str, int]) -> int:
+    """The whole check of what scripts/convert_checkpoint.py has written; the exit status."""
+    began = time.perf_counter()
+    problems: list[str] = []
+    result: dict[str, Any] = {"path": str(folder), "converted": True, "ok": False}
+    try:
+        plan = open_checkpoint(ModelConfig.from_folder(folder), folder)
+        assert isinstance(plan, Converted)
+        files = [file for piece in plan.pieces.values() for file in piece.files.values()]
+        result |= {
+            "pieces": len(plan.pieces),
+            "files": len(files),
+            "bytes": sum(size for size, _ in files),
+            "source": plan.record.source,
+        }
+        print(
+            f"{folder}\nconverted from {plan.record.source['folder']}: {result['pieces']} pieces, "
+            f"{result['files']} files, {result['bytes'] / 1e9:.3f} GB, {plan.record.dtype}"
+        )
+        result["placement"] = placement(plan.cfg, sizes, args.dtype)
+        _print_placement(result["placement"])
+        if args.verify:
+            problems += verify_files(plan)
+    except CheckpointError as error:
+        problems += error.problems
+    except (ConfigError, MeshError) as error:
+        problems.append(str(error))
+    if problems:
+        print(f"\n{len(problems)} problem(s):", *problems, sep="\n  ")
+    result |= {
+        "ok": not problems,
+        "problems": problems,
+        "seconds": round(time.perf_counter() - began, 3),
+    }
+    if not problems:
+        checked = "every checksum compared" if args.verify else "by the record and sizes"
+        print(f"\nnothing is wrong ({checked}, {result['seconds']:.1f} s)")
+    print(json.dumps(result))
+    return int(bool(problems))
 
 
 def placement(cfg: ModelConfig, sizes: dict[str, int], dtype: str) -> dict[str, Any]:
@@ -129,6 +175,8 @@ def main(argv: list[str] | None = None) -> int:
     os.environ["HF_HUB_OFFLINE"] = "1"
     try:
         folder = resolve(args.path)
+        if (folder / RECORD_NAME).exists():
+            return check_converted(args, folder, sizes)
         found, cfg, findings = look(folder, with_values=args.verify)
     except CheckpointError as error:
         print(error)

@@ -29,6 +29,7 @@ from generate import model_path
 from tqdm import tqdm
 
 from kimi_jax import LLM
+from kimi_jax.checkpoint.fingerprint import checkpoint_fingerprint
 from kimi_jax.checkpoint.reader import resolve
 from kimi_jax.config import ModelConfig
 from kimi_jax.runtime.conditions import conditions
@@ -39,7 +40,7 @@ from spec.training.batches import lay_out, pack_order
 from spec.training.drafters import default_taps, parse_taps
 from spec.training.samples import Header, digest_samples, read_all
 from spec.training.states import StatesHeader, StatesWriter, check_space, states_bytes
-from spec.training.target import OnlineStates, target_fingerprint
+from spec.training.target import OnlineStates
 
 _log = logging.getLogger("store_states")
 
@@ -102,7 +103,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     num_tokens = sum(len(sample.input_ids) for sample in samples)
     num_bytes = states_bytes(num_tokens, cfg.hidden_size, len(taps), DTYPES[dtype].itemsize)
     header = StatesHeader(
-        fingerprint=target_fingerprint(resolve(path)),
+        fingerprint=checkpoint_fingerprint(resolve(path)),
         taps=taps,
         hidden_size=cfg.hidden_size,
         dtype=dtype,

@@ -40,6 +40,7 @@ from generate import model_path
 from jax.sharding import Mesh
 
 from kimi_jax import DEMO, LLM, SamplingParams
+from kimi_jax.checkpoint.fingerprint import checkpoint_fingerprint
 from kimi_jax.checkpoint.reader import resolve
 from kimi_jax.config import ModelConfig
 from kimi_jax.runtime.conditions import conditions
@@ -65,7 +66,6 @@ from spec.training.target import (
     StatesSource,
     ends_of,
     load_ends,
-    target_fingerprint,
 )
 from spec.training.trainer import Optimisation, Trainer, TrainState
 from spec.training.vocabulary import (
@@ -435,7 +435,7 @@ def run(args: argparse.Namespace, *, stop_after: int | None = None) -> dict[str,
             hidden_size=cfg.hidden_size,
             taps=beginning.cfg.taps,
             vocab_size=cfg.vocab_size,
-            fingerprint=target_fingerprint(resolve(path)),
+            fingerprint=checkpoint_fingerprint(resolve(path)),
         )
         if long := [s.id for s in stored.samples if len(s.input_ids) > args.length]:
             raise ValueError(
@@ -472,11 +472,11 @@ def run(args: argparse.Namespace, *, stop_after: int | None = None) -> dict[str,
     fingerprint = {
         "drafter": beginning.cfg.to_dict(),
         "draft_vocabulary": None if draft_ids is None else _digest(draft_ids),
-        "target": target_fingerprint(resolve(path)),
+        "target": checkpoint_fingerprint(resolve(path)),
         "dtype": dtype,
         "states": "online" if stored is None else "stored",
         "data": digest_samples(data.train),
-        "warm_start": args.warm_start and target_fingerprint(resolve(args.warm_start)),
+        "warm_start": args.warm_start and checkpoint_fingerprint(resolve(args.warm_start)),
         "rows": args.rows,
         "length": args.length,
         "accumulate": args.accumulate,

@@ -20,8 +20,10 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from kimi_jax.checkpoint.reader import DTYPES, summarise
-from kimi_jax.checkpoint.table import Index, Parameter, Plan
+from kimi_jax.checkpoint.converted import Converted, open_converted, read_record, restore_params
+from kimi_jax.checkpoint.reader import DTYPES, CheckpointFiles, summarise
+from kimi_jax.checkpoint.table import Index, Parameter, Plan, check
+from kimi_jax.config import ModelConfig
 
 # Output columns copied at once: a transpose of bytes runs three times faster in strips that fit
 # the cache (0.4 to 1.1 GB/s for 2048 x 3584 on one core).
@@ -39,25 +41,39 @@ Cut = tuple[tuple[int, int], ...]
 """First and last (exclusive) of each axis of a parameter."""
 
 
+def open_checkpoint(cfg: ModelConfig, folder: str | os.PathLike[str]) -> Plan | Converted:
+    """How to load a checkpoint, published or converted, once all of it fits the configuration.
+
+    Raises:
+        CheckpointError: names everything that does not fit; no weights have been read.
+    """
+    record = read_record(folder)
+    if record is not None:
+        return open_converted(cfg, folder, record)
+    return check(cfg, CheckpointFiles.open(folder))
+
+
 def load_params(
-    plan: Plan, wanted: Mapping[str, jax.ShapeDtypeStruct], *, progress: bool = True
+    plan: Plan | Converted, wanted: Mapping[str, jax.ShapeDtypeStruct], *, progress: bool = True
 ) -> dict[str, jax.Array]:
     """The checkpoint's parameters as arrays, by path.
 
     Floats are converted to the dtype wanted: exact when it holds every value of the stored one,
-    else rounded to nearest even.
+    else rounded to nearest even, which a converted checkpoint refuses.
 
     Args:
-        plan: what `table.check` found in the checkpoint.
+        plan: what `open_checkpoint` found.
         wanted: shape, dtype and sharding (None: the first local device) of every parameter of the
             plan. `packed` must be uint8 and `e_score_correction_bias` float32.
         progress: shows bytes, GB/s and the time left on stderr when that is a terminal.
 
     Raises:
         ValueError: `wanted` is not the set of parameters the checkpoint has; nothing was read.
-        CheckpointError, OSError: a file that shrank or cannot be read.
+        CheckpointError, OSError: a file that shrank, is damaged or cannot be read.
     """
     _check_wanted(plan, wanted)
+    if isinstance(plan, Converted):
+        return restore_params(plan, wanted, progress=progress)
     sizes = (math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in wanted.values())
     block = min(max(_SMALLEST_BLOCK, sum(sizes) // 4000), _LARGEST_BLOCK)
     reads = [_Read(plan, row, wanted[path], block) for path, row in plan.parameters.items()]
@@ -312,7 +328,7 @@ def _strips(width: int) -> Iterator[slice]:
     return (slice(first, first + _STRIP) for first in range(0, width, _STRIP))
 
 
-def _check_wanted(plan: Plan, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+def _check_wanted(plan: Plan | Converted, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> None:
     problems = []
     absent = [path for path in wanted if path not in plan.parameters]
     unasked = [path for path in plan.parameters if path not in wanted]

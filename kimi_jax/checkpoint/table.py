@@ -19,6 +19,10 @@ from kernels_pallas.grouped_matmul.layout import GROUP_SIZE, VALUES_PER_WORD
 from kimi_jax.checkpoint.reader import DTYPES, CheckpointError, CheckpointFiles, summarise
 from kimi_jax.config import ModelConfig
 
+# Of the arrays as this table and kernels_pallas.grouped_matmul.layout define them. Raise it when
+# either changes what an array holds, so that what was converted before is refused.
+LAYOUT_VERSION = 1
+
 TEXT_PREFIX = "language_model."
 VISION_PREFIXES = ("vision_tower.", "mm_projector.")
 # Derived from the configuration; some exporters write it out all the same.

@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -103,6 +104,18 @@ def write_checkpoint(
         raise
     _log.info("%s: %d tensors, %d bytes, %d shards", folder, len(weight_map), total, len(names))
     return folder
+
+
+def lack_of_space(folder: Path, num_bytes: int) -> str | None:
+    """How much is needed and how much is free, where a folder's disk cannot hold so much more.
+
+    The folder need not exist yet.
+    """
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    if num_bytes <= free:
+        return None
+    return f"{num_bytes / 1e9:.1f} GB ({num_bytes} bytes), {free / 1e9:.1f} GB are free"
 
 
 def export_params(

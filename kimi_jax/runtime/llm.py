@@ -17,9 +17,8 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from kimi_jax.checkpoint.load import load_params
-from kimi_jax.checkpoint.reader import CheckpointFiles, resolve
-from kimi_jax.checkpoint.table import check
+from kimi_jax.checkpoint.load import load_params, open_checkpoint
+from kimi_jax.checkpoint.reader import resolve
 from kimi_jax.config import ModelConfig
 from kimi_jax.model.transformer import Kimi
 from kimi_jax.runtime.decode import Finish
@@ -51,7 +50,8 @@ class LLM:
     """A loaded model, ready to generate.
 
     Args:
-        path_or_id: checkpoint folder in the published layout, or a hub id "owner/name".
+        path_or_id: checkpoint folder in the published layout, or one that
+            scripts/convert_checkpoint.py has made of it, or a hub id "owner/name".
         drafter: what makes decoding speculative; None decodes one token a cycle.
         mesh: devices to cut the model over: {"tensor": 8}, "expert=4,tensor=2", or a `jax` mesh
             with these axes; None takes one device.
@@ -114,7 +114,7 @@ class LLM:
         _log.info("%d %s device(s), %s", self.mesh.size, kind, self.dtype)
 
         folder = resolve(path_or_id, revision=revision)
-        plan = check(cfg, CheckpointFiles.open(folder))
+        plan = open_checkpoint(cfg, folder)
         self.cfg = cfg = plan.cfg
         # Again, since only the files tell whether the experts are INT4.
         check_sizes(cfg, self.mesh)

@@ -13,6 +13,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from kimi_jax.axes import WHOLE
+from kimi_jax.checkpoint.converted import Converted
 from kimi_jax.checkpoint.reader import DTYPES
 from kimi_jax.checkpoint.table import Plan
 from kimi_jax.config import ModelConfig
@@ -69,8 +70,10 @@ def abstract_model(
     return AbstractModel(graph, state, wanted)
 
 
-def stored_dtype(plan: Plan, path: str) -> jnp.dtype:
+def stored_dtype(plan: Plan | Converted, path: str) -> jnp.dtype:
     """The dtype a parameter has in the files."""
+    if isinstance(plan, Converted):
+        return jnp.dtype(plan.stored[path].dtype)
     name = plan.file_names[plan.parameters[path].name_of(0)]
     return jnp.dtype(DTYPES[plan.files.tensors[name].dtype])
 

@@ -19,6 +19,7 @@ import orbax.checkpoint as ocp
 from jax import lax
 
 from kimi_jax.checkpoint.reader import summarise
+from kimi_jax.checkpoint.records import as_json, differences, fields, one_line, write_json
 
 FINGERPRINT_NAME = "fingerprint.json"
 _ASIDE = ".unusable"
@@ -114,7 +115,7 @@ class Checkpoints:
             if not isinstance(leaf, jax.Array):
                 raise TypeError(f"{name} of the state is a {type(leaf).__name__}, not a JAX array")
         about = {
-            "extra": _as_json(extra, "extra"),
+            "extra": as_json(extra, "extra"),
             "leaves": {name: _describe(leaf) for name, leaf in leaves.items()},
             "checksums": _checksums(leaves),
         }
@@ -160,7 +161,7 @@ class Checkpoints:
             except Exception as error:  # a broken file may raise nearly anything
                 if "RESOURCE_EXHAUSTED" in str(error):
                     raise
-                reasons[step] = _one_line(error)
+                reasons[step] = one_line(error)
                 self._unreadable.add(step)
                 _log.warning(
                     "%s: step %d cannot be read (%s), passed over",
@@ -214,10 +215,10 @@ class Checkpoints:
             args = ocp.args.Composite(about=ocp.args.JsonRestore())
             about = reader.restore(folder, args=args).about
             described = {name: _describe(leaf) for name, leaf in wanted.items()}
-            if differences := _differences(about["leaves"], described):
+            if differing := differences(about["leaves"], described):
                 raise ResumeError(
                     f"{self.folder}, step {step}: the stored state has other leaves (there, here): "
-                    f"{summarise(differences)}"
+                    f"{summarise(differing)}"
                 )
             args = ocp.args.Composite(state=ocp.args.StandardRestore(wanted))
             read = reader.restore(folder, args=args).state
@@ -246,26 +247,26 @@ class Checkpoints:
 
     def _check_fingerprint(self, fingerprint: dict[str, Any]) -> None:
         path = self.folder / FINGERPRINT_NAME
-        ours = _as_json(fingerprint, "fingerprint")
+        ours = as_json(fingerprint, "fingerprint")
         if not path.exists():
             if steps := self._steps():
                 raise ResumeError(
                     f"{self.folder} holds {summarise(map(str, steps))} but no {FINGERPRINT_NAME}; "
                     "it is not this run's folder"
                 )
-            _write_json(path, ours)
+            write_json(path, ours)
             return
         try:
             theirs = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise ResumeError(f"{path}: not readable ({_one_line(error)})") from None
-        differences = _differences(_fields(theirs), _fields(ours))
-        if differences and not self._steps():
+            raise ResumeError(f"{path}: not readable ({one_line(error)})") from None
+        differing = differences(fields(theirs), fields(ours))
+        if differing and not self._steps():
             # A run that ended before its first checkpoint binds no later one.
-            _write_json(path, ours)
-        elif differences:
+            write_json(path, ours)
+        elif differing:
             raise ResumeError(
-                f"{self.folder} is of a run that differs (there, here): {'; '.join(differences)}; "
+                f"{self.folder} is of a run that differs (there, here): {'; '.join(differing)}; "
                 "give the options of that run, or another folder"
             )
 
@@ -288,28 +289,6 @@ def _struct(leaf: Any) -> jax.ShapeDtypeStruct:
 
 def _describe(leaf: Any) -> str:
     return f"{leaf.dtype} {list(leaf.shape)}"
-
-
-def _differences(theirs: dict[str, Any], ours: dict[str, Any]) -> list[str]:
-    """What differs, "name: theirs, ours" each."""
-    absent = object()
-    out = []
-    for name in sorted(theirs.keys() | ours.keys()):
-        both = [values.get(name, absent) for values in (theirs, ours)]
-        if both[0] != both[1]:
-            there, here = ("none" if value is absent else repr(value) for value in both)
-            out.append(f"{name}: {there}, {here}")
-    return out
-
-
-def _fields(value: Any, path: str = "") -> dict[str, Any]:
-    """The values of nested JSON objects by dotted path."""
-    if not isinstance(value, dict) or not value:
-        return {path: value}
-    out: dict[str, Any] = {}
-    for name, inner in value.items():
-        out |= _fields(inner, f"{path}.{name}" if path else name)
-    return out
 
 
 def _checksums(leaves: dict[str, jax.Array]) -> dict[str, int]:
@@ -337,28 +316,5 @@ def _checksum(leaf: jax.Array) -> jax.Array:
     return jnp.sum(bits * factor, dtype=jnp.uint32)
 
 
-def _as_json(value: Any, name: str) -> Any:
-    """As it is once written and read: a tuple is a list."""
-    try:
-        return json.loads(json.dumps(value))
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"{name} is not JSON: {error}") from None
-
-
-def _write_json(path: Path, value: Any) -> None:
-    partial = path.with_name(f"{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(value, indent=2) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
-
-
 def _is_step(name: str) -> bool:
     return name.isascii() and name.isdigit() and name == str(int(name))
-
-
-def _one_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    # Orbax's errors go on for pages with where and how it read.
-    return f"{type(error).__name__}: {lines[0] if lines else '':.200}"

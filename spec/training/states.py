@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -25,6 +24,7 @@ from jaxtyping import Float
 from safetensors import SafetensorError, safe_open
 
 from kimi_jax.checkpoint.reader import CheckpointError, summarise
+from kimi_jax.checkpoint.writer import lack_of_space
 from spec.training.samples import Sample
 
 FORMAT = "kimi_jax hidden states"
@@ -68,13 +68,8 @@ def check_space(folder: str | os.PathLike[str], num_bytes: int) -> None:
         StatesError: says how much is needed and how much is free.
     """
     folder = Path(folder).expanduser().absolute()
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    free = shutil.disk_usage(there).free
-    if num_bytes > free:
-        gigabytes = [f"{number / 1e9:.1f} GB" for number in (num_bytes, free)]
-        raise StatesError(
-            folder, [f"the states take {gigabytes[0]} ({num_bytes} bytes), {gigabytes[1]} are free"]
-        )
+    if lack := lack_of_space(folder, num_bytes):
+        raise StatesError(folder, [f"the states take {lack}"])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

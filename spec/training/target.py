@@ -5,10 +5,7 @@ target only the two matrices are loaded.
 """
 
 import dataclasses
-import hashlib
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -16,9 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from kimi_jax.checkpoint.load import load_params
-from kimi_jax.checkpoint.reader import CheckpointFiles, resolve
-from kimi_jax.checkpoint.table import check
+from kimi_jax.checkpoint.load import load_params, open_checkpoint
+from kimi_jax.checkpoint.reader import resolve
 from kimi_jax.config import ModelConfig
 from kimi_jax.model import transformer
 from kimi_jax.runtime.llm import LLM
@@ -26,8 +22,6 @@ from kimi_jax.runtime.mesh import rules_for
 from spec.training.batches import Batch, Placed
 from spec.training.loss import Ends, Streams
 from spec.training.states import StoredStates
-
-_SAMPLED_BYTES = 1 << 16
 
 
 @runtime_checkable
@@ -90,7 +84,7 @@ def load_ends(path_or_id: str, cfg: ModelConfig, mesh: Mesh, dtype: str) -> tupl
     Raises:
         CheckpointError: the folder cannot be used.
     """
-    plan = check(cfg, CheckpointFiles.open(resolve(path_or_id)))
+    plan = open_checkpoint(cfg, resolve(path_or_id))
     names = {"embed_tokens": "V D", "lm_head": "D V", "norm": "D"}
     rows = {path: row for path, row in plan.parameters.items() if path in names}
     rules = rules_for(mesh)
@@ -103,19 +97,3 @@ def load_ends(path_or_id: str, cfg: ModelConfig, mesh: Mesh, dtype: str) -> tupl
     params = load_params(dataclasses.replace(plan, parameters=rows), wanted, progress=False)
     embedding = params["embed_tokens"]
     return Ends(embedding, params.get("lm_head", embedding.T)), params["norm"]
-
-
-def target_fingerprint(folder: str | os.PathLike[str]) -> str:
-    """Tells a checkpoint from another, a fine-tuned one from its origin included.
-
-    Of the configuration, and of each shard its header and its first and last values.
-    """
-    digest = hashlib.sha256((Path(folder) / "config.json").read_bytes())
-    for path in sorted(Path(folder).glob("*.safetensors")):
-        digest.update(f"{path.name} {path.stat().st_size}\n".encode())
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            digest.update(file.read(size + _SAMPLED_BYTES))
-            file.seek(max(0, path.stat().st_size - _SAMPLED_BYTES))
-            digest.update(file.read())
-    return digest.hexdigest()[:16]

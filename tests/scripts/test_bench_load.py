@@ -13,10 +13,22 @@ def test_the_last_line_compares_with_cat(tiny, script, more):
     assert last["conditions"]["mesh"] == "tensor=2" and "share" in text
 
 
+def test_a_converted_checkpoint_takes_its_turns(tiny, tmp_path, script):
+    script.json("convert_checkpoint.py", tiny, tmp_path / "out", "--mesh", "tensor=2")
+    last, text = script.json(
+        "bench_load.py", tiny, "--converted", tmp_path / "out", "--mesh", "tensor=2", "--repeats", 1
+    )
+    [row] = last["rows"]
+    assert row["converted"]["weight_bytes"] == row["weight_bytes"]
+    assert last["restore_over_load"] == row["seconds"] / row["converted"]["seconds"]
+    assert text.count("converted") == 1
+
+
 def test_wrong_options(tiny, tmp_path, capsys):
     for args, message in (
         ([tmp_path], "no safetensors files"),
         ([tiny, "--repeats", 0], "at least 1"),
+        ([tiny, "--converted", tmp_path], "no converted checkpoint"),
     ):
         with pytest.raises(SystemExit):
             bench_load.main([str(arg) for arg in args])

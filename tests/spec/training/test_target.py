@@ -3,12 +3,14 @@
 import functools
 import shutil
 
+import convert_checkpoint
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from make_random_checkpoint import make_random_checkpoint
 
+from kimi_jax.checkpoint.fingerprint import checkpoint_fingerprint
 from kimi_jax.model.layers import rms_norm
 from kimi_jax.model.transformer import forward
 from kimi_jax.runtime.llm import LLM
@@ -21,7 +23,6 @@ from spec.training.target import (
     OnlineStates,
     ends_of,
     load_ends,
-    target_fingerprint,
 )
 
 TAPS = (0, 1, 2)
@@ -72,7 +73,7 @@ def test_stored_states_come_back_where_their_samples_lie(folder, samples, tmp_pa
     batch, placed = lay_out(samples, [[0, 1], [2]], num_rows=2, length=64)
     online = OnlineStates(llm, TAPS).streams(batch, placed)
     header = StatesHeader(
-        fingerprint=target_fingerprint(folder),
+        fingerprint=checkpoint_fingerprint(folder),
         taps=TAPS,
         hidden_size=llm.cfg.hidden_size,
         dtype="float32",
@@ -90,7 +91,7 @@ def test_stored_states_come_back_where_their_samples_lie(folder, samples, tmp_pa
         hidden_size=llm.cfg.hidden_size,
         taps=TAPS,
         vocab_size=llm.cfg.vocab_size,
-        fingerprint=target_fingerprint(folder),
+        fingerprint=checkpoint_fingerprint(folder),
     )
     # Stored in the order they were placed, packed here another way.
     assert [sample.id for sample in stored.samples] == ["0", "1", "2"]
@@ -111,16 +112,20 @@ def test_stored_states_come_back_where_their_samples_lie(folder, samples, tmp_pa
 def test_a_fine_tuned_target_has_another_fingerprint(folder, tmp_path):
     for path in folder.iterdir():
         shutil.copy(path, tmp_path)
-    assert target_fingerprint(tmp_path) == target_fingerprint(folder)
+    assert checkpoint_fingerprint(tmp_path) == checkpoint_fingerprint(folder)
     weights = tmp_path / "model.safetensors"
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
-    assert target_fingerprint(tmp_path) != target_fingerprint(folder)
+    assert checkpoint_fingerprint(tmp_path) != checkpoint_fingerprint(folder)
 
 
-def test_the_two_matrices_alone_are_those_of_the_loaded_target(folder):
+def test_the_two_matrices_alone_are_those_of_the_loaded_target(folder, tmp_path):
     llm = LLM(folder, max_length=64, max_batch=1, progress=False)
-    whole, parts = ends_of(llm), load_ends(str(folder), llm.cfg, make_mesh(None), "float32")
-    for a, b in zip((*whole[0], whole[1]), (*parts[0], parts[1]), strict=True):
-        np.testing.assert_array_equal(a, b)
+    whole = ends_of(llm)
+    converted = tmp_path / "converted"
+    assert convert_checkpoint.main([str(folder), str(converted), "--quiet"]) == 0
+    for path in (folder, converted):
+        parts = load_ends(str(path), llm.cfg, make_mesh(None), "float32")
+        for a, b in zip((*whole[0], whole[1]), (*parts[0], parts[1]), strict=True):
+            np.testing.assert_array_equal(a, b)
