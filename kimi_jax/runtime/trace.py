@@ -1,0 +1,399 @@
+"""Where the time of a compiled program goes, read from the JAX profiler's own trace.
+
+A trace says which operation ran when, the program's text says in which named scopes each operation
+was traced. `sweep` shares out wall time: every instant of a window belongs to the innermost
+operation that runs then, in equal parts if threads or streams run several, so that the shares add
+up to the window. Knows nothing of models: what operations are called is the caller's.
+
+On a CPU operations are thunks, on a GPU kernels, which name their operation or, inside CUDA graphs,
+themselves alone. A fusion is one operation, in the scope of its root.
+"""
+
+import bisect
+import collections
+import dataclasses
+import itertools
+import re
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jax.profiler import ProfileData
+
+WINDOW = "window: "
+"""How the names of `jax.profiler.TraceAnnotation`s begin that mark windows."""
+
+TRACING = "tracing"
+"""Recording an operation's end, which XLA:CPU's trace shows inside it."""
+BETWEEN = "between"
+"""Nothing runs, after a window's first operation and before its last one's end."""
+OUTSIDE = "outside"
+"""The window before its first operation and after its last."""
+
+# beartype, which checks annotations in tests, does not take an int where float is asked.
+Number = float | int
+
+CALLS = ("while", "conditional", "call")
+"""Operations that do nothing themselves."""
+
+_ENDS = "end: "
+
+
+class TraceError(ValueError):
+    """A trace that does not show what was to be measured."""
+
+
+# The program.
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """What a program says of one operation."""
+
+    scope: str
+    """The names of the scopes it was traced in, outermost first, with slashes; "" if none is known.
+    Where the compiler gave none, that of what it computes, else of a neighbour."""
+    opcode: str
+    """As XLA spells it: fusion, dot, all-reduce, while, ..."""
+
+
+class Program:
+    """The operations of a compiled program, from `jax.stages.Compiled.as_text()`."""
+
+    def __init__(self, text: str):
+        self._lines: dict[str, _Line] = {}
+        bodies: dict[str, list[str]] = {}
+        entry = body = ""
+        for line in text.splitlines():
+            if found := _COMPUTATION.match(line):
+                body = found[2]
+                entry = body if found[1] else entry
+                bodies[body] = []
+            elif found := _INSTRUCTION.match(line):
+                bodies.setdefault(body, []).append(found[2])
+                self._lines[found[2]] = _Line.read(found, line)
+        self._bodies = bodies
+        self._users: dict[str, list[str]] = {}
+        for name, line in self._lines.items():
+            for operand in line.operands:
+                self._users.setdefault(operand, []).append(name)
+        self.operations = {
+            name: Operation(self._scope(name), line.opcode) for name, line in self._lines.items()
+        }
+        self._place = {name: at for at, name in enumerate(self._run(entry))}
+        self._by_kernel: dict[str, list[str]] = {}
+        for name in self._place:
+            for kernel in {_as_kernel(name), *self._lines[name].kernels}:
+                self._by_kernel.setdefault(kernel, []).append(name)
+
+    def _scope(self, name: str) -> str:
+        line = self._lines[name]
+        if line.scope:
+            return line.scope
+        if not line.is_call:
+            for body in line.called:
+                # The root is the last; else whatever has a scope.
+                for inner in reversed(self._bodies.get(body, [])):
+                    if self._lines[inner].scope:
+                        return self._lines[inner].scope
+        # A copy the compiler put in: that of what it copies, else of what it is copied for.
+        return self._along(name, lambda x: self._lines[x].operands) or self._along(
+            name, lambda x: self._users.get(x, [])
+        )
+
+    def _along(self, name: str, step: Callable[[str], Sequence[str]]) -> str:
+        """The scope of the nearest neighbour in one direction that has one."""
+        seen, front = {name}, [name]
+        while front:
+            front = [x for near in front for x in step(near) if x in self._lines and x not in seen]
+            seen.update(front)
+            for near in front:
+                line = self._lines[near]
+                # A parameter's "scope" is its argument's name, a constant's says little.
+                if line.scope and line.opcode not in ("parameter", "constant"):
+                    return line.scope
+        return ""
+
+    def _run(self, body: str) -> Iterator[str]:
+        """Operations in the order in which they run, each body of a call once."""
+        for name in self._bodies.get(body, []):
+            yield name
+            if self._lines[name].is_call:
+                for inner in self._lines[name].called:
+                    yield from self._run(inner)
+
+    def find(self, kernels: Sequence[str]) -> list[str | None]:
+        """The operation behind each kernel of one stream, in the order they ran; None if unknown.
+
+        Operations share kernels; which it was follows from the order, that of the program.
+        """
+        found: list[str | None] = []
+        at = -1
+        for kernel in kernels:
+            names = self._by_kernel.get(kernel) or self._by_kernel.get(_COUNTER.sub("", kernel), [])
+            later = [name for name in names if self._place[name] > at]
+            # None later: the loop has begun again.
+            name = (later or names or [None])[0]
+            at = at if name is None else self._place[name]
+            found.append(name)
+        return found
+
+
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)$")
+_SCOPE = re.compile(r'op_name="([^"]*)"')
+_NAME = re.compile(r"%([\w.\-]+)")
+_WORD = re.compile(r"[\w.\-]+")
+_CALLED = re.compile(
+    r"\b(?:calls|to_apply|body|condition|branch_computations|true_computation|false_computation)="
+    r"(\{[^}]*\}|%?[\w.\-]+)"
+)
+_KERNEL = re.compile(r'\bname\\?"?\s*[:=]\s*\\?"([\w.\-]+)\\?"')
+_COUNTER = re.compile(r"_+\d+$")
+
+
+def _as_kernel(name: str) -> str:
+    """How XLA:GPU calls the kernel of an operation."""
+    return re.sub(r"[.\-]", "_", name)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Line:
+    opcode: str
+    scope: str
+    operands: tuple[str, ...]
+    called: tuple[str, ...]
+    kernels: tuple[str, ...]
+    """Names its configuration gives the kernel."""
+
+    @property
+    def is_call(self) -> bool:
+        return self.opcode in CALLS
+
+    @classmethod
+    def read(cls, found: re.Match, line: str) -> "_Line":
+        opcode, rest = found[4], found[5]
+        scope = _SCOPE.search(line)
+        operands = rest.partition(")")[0]
+        called = [name for each in _CALLED.findall(rest) for name in _WORD.findall(each)]
+        kernels = _KERNEL.findall(rest) if opcode == "custom-call" else []
+        return cls(
+            opcode,
+            "" if scope is None else scope[1],
+            tuple(_NAME.findall(operands)),
+            tuple(called),
+            tuple(map(_as_kernel, kernels)),
+        )
+
+
+# The trace.
+
+
+class Event(NamedTuple):
+    """Something that ran, from one nanosecond of the trace's clock to another."""
+
+    begin: Number
+    end: Number
+    name: str
+    """Of the operation; "" where the trace does not say it."""
+    kernel: str = ""
+
+
+class Window(NamedTuple):
+    """A marked stretch of time."""
+
+    begin: Number
+    end: Number
+    name: str
+    """Without `WINDOW`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """The operations of a trace and its windows, in the order they began."""
+
+    windows: tuple[Window, ...]
+    lanes: Mapping[str, tuple[tuple[Event, ...], ...]]
+    """For each device, its threads or streams."""
+
+
+def read_trace(data: ProfileData) -> Trace:
+    """What ran on each device, and the windows marked by annotations named `WINDOW` + a name.
+
+    Raises:
+        TraceError: no windows, or no operation.
+    """
+    windows: list[Window] = []
+    lanes: dict[str, list[tuple[Event, ...]]] = {}
+    for plane in data.planes:
+        if plane.name.startswith("/device:"):
+            for line in plane.lines:
+                # The other lines of a device repeat the kernels, grouped in other ways.
+                if line.name.startswith("Stream") and (events := _kernels(line)):
+                    lanes.setdefault(plane.name.removeprefix("/device:"), []).append(events)
+        elif plane.name.startswith("/host:"):
+            for line in plane.lines:
+                windows += _windows(line)
+                for device, events in _thunks(line).items():
+                    lanes.setdefault(device, []).append(events)
+    if not windows:
+        raise TraceError("the trace has no windows: nothing was measured while it was recorded")
+    if not lanes:
+        raise TraceError("the trace shows no operation: was the profiler's host tracer level 2?")
+    return Trace(
+        tuple(sorted(windows)), {name: tuple(each) for name, each in sorted(lanes.items())}
+    )
+
+
+def _windows(line: Any) -> list[Window]:
+    return [
+        Window(e.start_ns, e.start_ns + e.duration_ns, e.name.removeprefix(WINDOW))
+        for e in line.events
+        if e.name.startswith(WINDOW)
+    ]
+
+
+def _kernels(line: Any) -> tuple[Event, ...]:
+    events = []
+    for e in line.events:
+        name = str(dict(e.stats).get("hlo_op", ""))
+        events.append(Event(e.start_ns, e.start_ns + e.duration_ns, name, e.name))
+    return tuple(sorted(events))
+
+
+def _thunks(line: Any) -> dict[str, tuple[Event, ...]]:
+    """A host thread's operations, by the device they are of."""
+    found: dict[str, list[Event]] = {}
+    device_of: dict[Any, str] = {}
+    for e in line.events:
+        stats = None
+        if e.name.startswith(_ENDS):
+            stats = dict(e.stats)
+            # It runs just after, and inside, the operation it names.
+            device, name = device_of.get(stats.get("_c")), TRACING
+        else:
+            stats = dict(e.stats)
+            name = stats.get("hlo_op")
+            device = f"CPU:{stats.get('device_ordinal', 0)}" if name else None
+            device_of[stats.get("_p")] = device or ""
+        if device and name:
+            event = Event(e.start_ns, e.start_ns + e.duration_ns, str(name))
+            found.setdefault(device, []).append(event)
+    return {device: tuple(sorted(events)) for device, events in found.items()}
+
+
+# Wall time.
+
+Label = Hashable
+
+
+class Segment(NamedTuple):
+    """A stretch of one lane that belongs to one label."""
+
+    begin: Number
+    end: Number
+    label: Label
+
+
+def innermost(events: Sequence[tuple[Number, Number, Label]]) -> list[Segment]:
+    """The events of one lane, (begin, end, label), without overlap: the last to begin counts."""
+    out: list[Segment] = []
+    stack: list[tuple[Number, Label]] = []
+    at = -float("inf")
+
+    def run_until(time: Number) -> None:
+        nonlocal at
+        while stack and at < time:
+            end, label = stack[-1]
+            if end <= at:
+                stack.pop()
+                continue
+            until = min(end, time)
+            out.append(Segment(at, until, label))
+            at = until
+        at = max(at, time)
+
+    # Of those that begin together the longest is outside.
+    for begin, end, label in sorted(events, key=lambda e: (e[0], -e[1])):
+        run_until(begin)
+        stack.append((end, label))
+    run_until(max((end for end, _ in stack), default=at))
+    return out
+
+
+def sweep(lanes: Sequence[Sequence[Segment]], begin: Number, end: Number) -> dict[Label, Number]:
+    """Nanoseconds of the window for each label, `BETWEEN` and `OUTSIDE`; their sum is the window's.
+
+    Args:
+        lanes: of one device; segments of a lane do not overlap.
+    """
+    changes: list[tuple[Number, int, Label]] = []
+    for lane in lanes:
+        for segment in lane:
+            first, last = max(segment.begin, begin), min(segment.end, end)
+            if first < last:
+                changes += [(first, 1, segment.label), (last, -1, segment.label)]
+    shares: dict[Label, Number] = collections.defaultdict(float)
+    if not changes:
+        return {OUTSIDE: end - begin}
+    changes.sort(key=lambda change: change[:2])
+    running: collections.Counter[Label] = collections.Counter()
+    shares[OUTSIDE] = (changes[0][0] - begin) + (end - changes[-1][0])
+    for (time, step, label), (until, _, _) in itertools.pairwise(changes):
+        running[label] += step
+        if until == time:
+            continue
+        total = sum(running.values())
+        if not total:
+            shares[BETWEEN] += until - time
+        for label, count in running.items():
+            if count:
+                shares[label] += (until - time) * count / total
+    return dict(shares)
+
+
+class Shares(NamedTuple):
+    """What a window's time went to, and how many operations it was."""
+
+    nanoseconds: dict[Label, Number]
+    """Means over the devices: each lived through the whole window."""
+    num_events: Number
+    """Of a device, on average."""
+
+
+def share_windows(
+    trace: Trace, program_of: Callable[[str], Program], label: Callable[[Operation | None], Label]
+) -> list[tuple[Window, Shares]]:
+    """Each window with where its time went.
+
+    Args:
+        program_of: the program that ran in a window of this name.
+        label: of an operation; None is one the program does not know.
+    """
+    out = []
+    for window in trace.windows:
+        program = program_of(window.name)
+        labels = {name: label(op) for name, op in program.operations.items()}
+        labels[TRACING] = TRACING
+        unknown = label(None)
+        every: list[dict[Label, Number]] = []
+        num_events = 0
+        for lanes in trace.lanes.values():
+            segments = []
+            for lane in lanes:
+                first, last = (bisect.bisect_left(lane, (time,)) for time in window[:2])
+                inside = lane[first:last]
+                # In a CUDA graph, the trace names the graph or nothing.
+                nameless = [e.kernel for e in inside if e.name not in labels]
+                found = iter(program.find(nameless))
+                named = [
+                    (e.begin, e.end, labels.get(e.name if e.name in labels else next(found)))
+                    for e in inside
+                ]
+                num_events += sum(e.name != TRACING for e in inside)
+                segments.append(innermost([(a, b, x or unknown) for a, b, x in named]))
+            every.append(sweep(segments, window.begin, window.end))
+        devices = len(every)
+        names = dict.fromkeys(name for shares in every for name in shares)
+        means = {name: sum(x.get(name, 0.0) for x in every) / devices for name in names}
+        out.append((window, Shares(means, num_events / devices)))
+    return out
