@@ -36,13 +36,12 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 from bench_decode import Place, read_prompts
-from jax.profiler import ProfileData, ProfileOptions, TraceAnnotation
+from jax.profiler import TraceAnnotation
 from tqdm import tqdm
 
 from kimi_jax import DEMO, LLM
@@ -52,7 +51,16 @@ from kimi_jax.runtime.conditions import conditions
 from kimi_jax.runtime.decode import MAX_BLOCK_TOKENS, MAX_DRAFT_DEPTH
 from kimi_jax.runtime.flags import set_gpu_flags, simulate_mesh
 from kimi_jax.runtime.mesh import parse_mesh
-from kimi_jax.runtime.trace import TRACING, WINDOW, Program, read_trace, share_windows
+from kimi_jax.runtime.trace import (
+    TRACING,
+    WINDOW,
+    Program,
+    newest,
+    read_recording,
+    recorded,
+    recording_seconds,
+    share_windows,
+)
 from spec import DEMO_DRAFTER, load_drafter
 from spec.economics import break_even, distinct_experts, speedup
 from spec.stages import STAGES, Facts, Timed, stage_of, verdict
@@ -137,21 +145,6 @@ def contexts_within(wanted: Sequence[int] | None, most: int) -> list[int]:
     return list(wanted)
 
 
-@contextlib.contextmanager
-def recorded(folder: Path, *, for_perfetto: bool) -> Iterator[None]:
-    """Records operations and windows into this folder, not the calls of Python."""
-    options = ProfileOptions()
-    options.python_tracer_level = 0
-    options.host_tracer_level = 2
-    with jax.profiler.trace(folder, create_perfetto_trace=for_perfetto, profiler_options=options):
-        yield
-
-
-def newest(folder: Path, pattern: str) -> Path:
-    """The file of the last recording in a folder."""
-    return max(folder.glob(f"plugins/profile/*/{pattern}"), key=lambda path: path.stat().st_mtime)
-
-
 def middle(values: Sequence[float]) -> list[int]:
     """Where the middle half of the values is, the extremes left out."""
     order = sorted(range(len(values)), key=lambda i: values[i])
@@ -160,9 +153,18 @@ def middle(values: Sequence[float]) -> list[int]:
 
 
 def profile(
-    llm: LLM, text: list[int], context: int, args: argparse.Namespace, folder: Path
+    llm: LLM,
+    text: list[int],
+    context: int,
+    args: argparse.Namespace,
+    folder: Path,
+    recording: float,
 ) -> tuple[dict[str, Timed], float]:
-    """A plain step and a cycle after this context, and the tokens a cycle gives."""
+    """A plain step and a cycle after this context, and the tokens a cycle gives.
+
+    Args:
+        recording: see `recording_seconds`.
+    """
     engine = llm.engine
     place = Place(llm, text, context, batch=1)
     forms: dict[str, Any] = {STEP: None}
@@ -194,8 +196,7 @@ def profile(
             compiled = engine.lower_decode(1, place.capacity, form).compile()
             programs[name] = Program(compiled.as_text())
         gives = place.tokens_per_cycle(forms[CYCLE]) if CYCLE in forms else 1.0
-    trace = read_trace(ProfileData.from_file(str(newest(folder, "*.xplane.pb"))))
-    shared = share_windows(trace, programs.__getitem__, stage_of)
+    shared = share_windows(read_recording(folder), programs, stage_of, recording=1e9 * recording)
     out = {}
     for name in forms:
         own = [(w, s) for w, s in shared if w.name == name]
@@ -242,7 +243,7 @@ def summary(
         context=context,
         num_draft_tokens=K,
         tokens_per_cycle=gives,
-        distinct_step=float(A),
+        distinct_step=A,
         distinct_verify=distinct_experts(K + 1, E, A),
         num_experts=E,
         devices=llm.mesh.size,
@@ -321,9 +322,10 @@ def main() -> None:
             )
             text = llm.tokenizer.encode(args.text)
             most = min(llm.max_length, len(text)) - MAX_BLOCK_TOKENS
+            recording = recording_seconds(Path(scratch))
             for context in contexts_within(args.context, most):
                 folder = Path(args.trace or scratch) / f"context-{context}"
-                timed, gives = profile(llm, text, context, args, folder)
+                timed, gives = profile(llm, text, context, args, folder, recording)
                 own, told = stage_rows(context, timed), summary(llm, context, K, timed, gives)
                 show(own, told)
                 if args.trace is not None:
@@ -341,6 +343,7 @@ def main() -> None:
         dtype=llm.dtype,
         mesh=dict(llm.mesh.shape),
         config=llm.cfg.to_dict(),
+        recording_us=round(1e6 * recording, 3),
         text=str(args.prompts or "functools.py of this interpreter"),
         text_sha256=hashlib.sha256(args.text.encode()).hexdigest()[:16],
     )

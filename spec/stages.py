@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from kimi_jax.runtime.trace import BETWEEN, CALLS, OUTSIDE, TRACING, Operation
-from spec.economics import break_even
+from spec.economics import Number, break_even
 
 DRAFT, ACCEPT, EXTEND = "draft", "accept", "extend"
 ATTENTION, EXPERTS, DENSE, COLLECTIVES, HEAD, REST = (
@@ -78,11 +78,11 @@ def stage_of(operation: Operation | None) -> str:
 class Timed:
     """One program's cycle, by stage and as a whole."""
 
-    seconds: Mapping[str, float]
+    seconds: Mapping[str, Number]
     """Of a cycle, by stage, as traced; their sum is the traced cycle."""
-    cycle_seconds: float
+    cycle_seconds: Number
     """Without the profiler."""
-    events: float
+    events: Number
     """Operations recorded in a cycle."""
 
     @property
@@ -111,10 +111,10 @@ class Facts:
 
     context: int
     num_draft_tokens: int
-    tokens_per_cycle: float
-    distinct_step: float
+    tokens_per_cycle: Number
+    distinct_step: Number
     """Experts a plain step reads a layer, and a verification, if rows choose independently."""
-    distinct_verify: float
+    distinct_verify: Number
     num_experts: int
     devices: int
 

@@ -5,25 +5,36 @@ was traced. `sweep` shares out wall time: every instant of a window belongs to t
 operation that runs then, in equal parts if threads or streams run several, so that the shares add
 up to the window. Knows nothing of models: what operations are called is the caller's.
 
+Recording takes time too, on a CPU about as long as the smallest operations. That of an operation's
+end is in the trace; that of its beginning is measured (`recording_seconds`) and taken from the gap
+before it.
+
 On a CPU operations are thunks, on a GPU kernels, which name their operation or, inside CUDA graphs,
 themselves alone. A fusion is one operation, in the scope of its root.
 """
 
 import bisect
 import collections
+import contextlib
 import dataclasses
 import itertools
+import math
 import re
+import statistics
+import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from jax.profiler import ProfileData
+import jax
+import jax.numpy as jnp
+from jax.profiler import ProfileData, ProfileOptions, TraceAnnotation
 
 WINDOW = "window: "
 """How the names of `jax.profiler.TraceAnnotation`s begin that mark windows."""
 
 TRACING = "tracing"
-"""Recording an operation's end, which XLA:CPU's trace shows inside it."""
+"""The profiler at work: not there when it does not record."""
 BETWEEN = "between"
 """Nothing runs, after a window's first operation and before its last one's end."""
 OUTSIDE = "outside"
@@ -33,7 +44,7 @@ OUTSIDE = "outside"
 Number = float | int
 
 CALLS = ("while", "conditional", "call")
-"""Operations that do nothing themselves."""
+"""Operations that do nothing themselves: while others run, the time is those others'."""
 
 _ENDS = "end: "
 
@@ -216,8 +227,11 @@ class Trace:
     """For each device, its threads or streams."""
 
 
-def read_trace(data: ProfileData) -> Trace:
+def read_trace(data: Any) -> Trace:
     """What ran on each device, and the windows marked by annotations named `WINDOW` + a name.
+
+    Args:
+        data: a `jax.profiler.ProfileData`.
 
     Raises:
         TraceError: no windows, or no operation.
@@ -286,68 +300,71 @@ def _thunks(line: Any) -> dict[str, tuple[Event, ...]]:
 Label = Hashable
 
 
-class Segment(NamedTuple):
+class Span(NamedTuple):
     """A stretch of one lane that belongs to one label."""
 
     begin: Number
     end: Number
     label: Label
+    is_call: bool = False
+    """Time in which nothing else runs, or another lane's operations do."""
 
 
-def innermost(events: Sequence[tuple[Number, Number, Label]]) -> list[Segment]:
-    """The events of one lane, (begin, end, label), without overlap: the last to begin counts."""
-    out: list[Segment] = []
-    stack: list[tuple[Number, Label]] = []
-    at = -float("inf")
+def innermost(spans: Sequence[Span]) -> list[Span]:
+    """A lane's spans without overlap: where they nest, the last to begin counts."""
+    out: list[Span] = []
+    stack: list[Span] = []
+    at: Number = -math.inf
 
-    def run_until(time: Number) -> None:
+    def run_until(until: Number) -> None:
         nonlocal at
-        while stack and at < time:
-            end, label = stack[-1]
-            if end <= at:
+        while stack and at < until:
+            if stack[-1].end <= at:
                 stack.pop()
                 continue
-            until = min(end, time)
-            out.append(Segment(at, until, label))
-            at = until
-        at = max(at, time)
+            end = min(stack[-1].end, until)
+            out.append(stack[-1]._replace(begin=at, end=end))
+            at = end
+        at = max(at, until)
 
     # Of those that begin together the longest is outside.
-    for begin, end, label in sorted(events, key=lambda e: (e[0], -e[1])):
-        run_until(begin)
-        stack.append((end, label))
-    run_until(max((end for end, _ in stack), default=at))
+    for span in sorted(spans, key=lambda span: (span.begin, -span.end)):
+        run_until(span.begin)
+        stack.append(span)
+    run_until(max((span.end for span in stack), default=at))
     return out
 
 
-def sweep(lanes: Sequence[Sequence[Segment]], begin: Number, end: Number) -> dict[Label, Number]:
+def sweep(lanes: Sequence[Sequence[Span]], begin: Number, end: Number) -> dict[Label, Number]:
     """Nanoseconds of the window for each label, `BETWEEN` and `OUTSIDE`; their sum is the window's.
 
     Args:
-        lanes: of one device; segments of a lane do not overlap.
+        lanes: of one device; spans of a lane do not overlap.
     """
-    changes: list[tuple[Number, int, Label]] = []
+    changes: list[tuple[Number, int, Span]] = []
     for lane in lanes:
-        for segment in lane:
-            first, last = max(segment.begin, begin), min(segment.end, end)
+        for span in lane:
+            first, last = max(span.begin, begin), min(span.end, end)
             if first < last:
-                changes += [(first, 1, segment.label), (last, -1, segment.label)]
-    shares: dict[Label, Number] = collections.defaultdict(float)
+                changes += [(first, 1, span), (last, -1, span)]
     if not changes:
         return {OUTSIDE: end - begin}
     changes.sort(key=lambda change: change[:2])
-    running: collections.Counter[Label] = collections.Counter()
+    shares: dict[Label, Number] = collections.defaultdict(float)
     shares[OUTSIDE] = (changes[0][0] - begin) + (end - changes[-1][0])
-    for (time, step, label), (until, _, _) in itertools.pairwise(changes):
-        running[label] += step
-        if until == time:
+    working: collections.Counter[Label] = collections.Counter()
+    calling: collections.Counter[Label] = collections.Counter()
+    for (since, step, span), (until, _, _) in itertools.pairwise(changes):
+        (calling if span.is_call else working)[span.label] += step
+        if until == since:
             continue
+        running = working if any(working.values()) else calling
         total = sum(running.values())
         if not total:
-            shares[BETWEEN] += until - time
+            shares[BETWEEN] += until - since
         for label, count in running.items():
             if count:
-                shares[label] += (until - time) * count / total
+                shares[label] += (until - since) * count / total
     return dict(shares)
 
 
@@ -361,39 +378,132 @@ class Shares(NamedTuple):
 
 
 def share_windows(
-    trace: Trace, program_of: Callable[[str], Program], label: Callable[[Operation | None], Label]
+    trace: Trace,
+    programs: Mapping[str, Program],
+    label: Callable[[Operation | None], Label],
+    *,
+    recording: Number = 0,
 ) -> list[tuple[Window, Shares]]:
     """Each window with where its time went.
 
     Args:
-        program_of: the program that ran in a window of this name.
+        programs: by the name of a window, the program that ran in it.
         label: of an operation; None is one the program does not know.
+        recording: nanoseconds before each operation in which its beginning was recorded.
     """
+    known = {name: _labels(program, label) for name, program in programs.items()}
     out = []
     for window in trace.windows:
-        program = program_of(window.name)
-        labels = {name: label(op) for name, op in program.operations.items()}
-        labels[TRACING] = TRACING
-        unknown = label(None)
+        program, spans_of = programs[window.name], known[window.name]
         every: list[dict[Label, Number]] = []
         num_events = 0
         for lanes in trace.lanes.values():
-            segments = []
+            swept = []
             for lane in lanes:
-                first, last = (bisect.bisect_left(lane, (time,)) for time in window[:2])
+                first, last = (bisect.bisect_left(lane, (edge,)) for edge in window[:2])
                 inside = lane[first:last]
-                # In a CUDA graph, the trace names the graph or nothing.
-                nameless = [e.kernel for e in inside if e.name not in labels]
-                found = iter(program.find(nameless))
-                named = [
-                    (e.begin, e.end, labels.get(e.name if e.name in labels else next(found)))
-                    for e in inside
-                ]
                 num_events += sum(e.name != TRACING for e in inside)
-                segments.append(innermost([(a, b, x or unknown) for a, b, x in named]))
-            every.append(sweep(segments, window.begin, window.end))
-        devices = len(every)
-        names = dict.fromkeys(name for shares in every for name in shares)
-        means = {name: sum(x.get(name, 0.0) for x in every) / devices for name in names}
-        out.append((window, Shares(means, num_events / devices)))
+                # Of a kernel in a CUDA graph the trace gives the graph's name, or none.
+                found = iter(program.find([e.kernel for e in inside if e.name not in spans_of]))
+                names = [e.name if e.name in spans_of else next(found) for e in inside]
+                spans = [
+                    Span(e.begin, e.end, *spans_of[name])
+                    for e, name in zip(inside, names, strict=True)
+                ]
+                swept.append(innermost([*spans, *_beginnings(inside, recording)]))
+            every.append(sweep(swept, window.begin, window.end))
+        seen = dict.fromkeys(label for shares in every for label in shares)
+        means = {x: sum(shares.get(x, 0.0) for shares in every) / len(every) for x in seen}
+        out.append((window, Shares(means, num_events / len(every))))
     return out
+
+
+def _labels(program: Program, label: Callable) -> dict[str | None, tuple[Label, bool]]:
+    """Of each operation its label and whether it is a call."""
+    labels: dict[str | None, tuple[Label, bool]] = {
+        name: (label(op), op.opcode in CALLS) for name, op in program.operations.items()
+    }
+    return labels | {None: (label(None), False), TRACING: (TRACING, False)}
+
+
+def _beginnings(events: Sequence[Event], recording: Number) -> Iterator[Span]:
+    """When beginnings were recorded: so long before each operation, but not in the one before."""
+    for before, event in itertools.pairwise(events):
+        free = before.end if before.end <= event.begin else before.begin
+        begin = max(event.begin - recording, free)
+        if event.name != TRACING and begin < event.begin:
+            yield Span(begin, event.begin, TRACING)
+
+
+def recording_seconds(folder: Path) -> float:
+    """What recording an operation's beginning costs here, in seconds; 0 but on a CPU.
+
+    A program of many tiny operations is run with and without the profiler, taking turns as far as
+    it goes; what the trace shows as the cost of ends is taken off. A GPU's kernels are recorded
+    beside them.
+
+    Args:
+        folder: for a recording.
+    """
+    if jax.default_backend() != "cpu":
+        return 0.0
+    products, passes, repeats = 32, 100, 25
+
+    def tiny(x: jax.Array) -> jax.Array:
+        def body(_: jax.Array, x: jax.Array) -> jax.Array:
+            for _ in range(products):
+                x = x @ x
+            return x
+
+        return jax.lax.fori_loop(0, passes, body, x)
+
+    run = jax.jit(tiny).lower(jnp.eye(8)).compile()
+
+    def seconds() -> float:
+        took: list[float] = []
+        for _ in range(repeats):
+            began = time.perf_counter()
+            with TraceAnnotation(WINDOW + "tiny"):
+                run(jnp.eye(8)).block_until_ready()
+            took.append(time.perf_counter() - began)
+        # The least: what other processes take of the machine is no cost of recording.
+        return min(took)
+
+    seconds()
+    before = seconds()
+    with recorded(folder):
+        during = seconds()
+    bare = min(before, seconds())
+    shared = share_windows(
+        read_recording(folder), {"tiny": Program(run.as_text())}, lambda _: "tiny"
+    )
+    operations = statistics.median(shares.num_events for _, shares in shared)
+    ends = statistics.median(shares.nanoseconds.get(TRACING, 0.0) for _, shares in shared)
+    return max(0.0, (during - bare - 1e-9 * ends) / operations)
+
+
+# Recording.
+
+
+@contextlib.contextmanager
+def recorded(folder: Path, *, for_perfetto: bool = False) -> Iterator[None]:
+    """Records operations and windows into this folder, not the calls of Python."""
+    options = ProfileOptions()
+    options.python_tracer_level = 0
+    options.host_tracer_level = 2
+    with jax.profiler.trace(folder, create_perfetto_trace=for_perfetto, profiler_options=options):
+        yield
+
+
+def newest(folder: Path, pattern: str) -> Path:
+    """The file of the last recording in a folder."""
+    return max(folder.glob(f"plugins/profile/*/{pattern}"), key=lambda path: path.stat().st_mtime)
+
+
+def read_recording(folder: Path) -> Trace:
+    """The last one.
+
+    Raises:
+        TraceError: as `read_trace`.
+    """
+    return read_trace(ProfileData.from_file(str(newest(folder, "*.xplane.pb"))))

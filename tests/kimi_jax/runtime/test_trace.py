@@ -15,7 +15,7 @@ from kimi_jax.runtime.trace import (
     Event,
     Operation,
     Program,
-    Segment,
+    Span,
     TraceError,
     innermost,
     read_trace,
@@ -24,24 +24,30 @@ from kimi_jax.runtime.trace import (
 )
 
 # A loop of two passes: (begin, end, what) as the profiler writes them.
-NESTED = [(10, 90, "loop"), (20, 40, "a"), (25, 30, "inside a"), (40, 60, "b"), (70, 80, "a")]
+NESTED = [
+    Span(10, 90, "loop"),
+    Span(20, 40, "a"),
+    Span(25, 30, "inside a"),
+    Span(40, 60, "b"),
+    Span(70, 80, "a"),
+]
 
 
 def test_of_nested_events_the_innermost_counts():
     assert innermost(NESTED) == [
-        Segment(10, 20, "loop"),
-        Segment(20, 25, "a"),
-        Segment(25, 30, "inside a"),
-        Segment(30, 40, "a"),
-        Segment(40, 60, "b"),
-        Segment(60, 70, "loop"),
-        Segment(70, 80, "a"),
-        Segment(80, 90, "loop"),
+        Span(10, 20, "loop"),
+        Span(20, 25, "a"),
+        Span(25, 30, "inside a"),
+        Span(30, 40, "a"),
+        Span(40, 60, "b"),
+        Span(60, 70, "loop"),
+        Span(70, 80, "a"),
+        Span(80, 90, "loop"),
     ]
 
 
 def test_of_events_that_begin_together_the_shorter_is_inside():
-    assert innermost([(0, 2, "in"), (0, 5, "out")]) == [Segment(0, 2, "in"), Segment(2, 5, "out")]
+    assert innermost([Span(0, 2, "in"), Span(0, 5, "out")]) == [Span(0, 2, "in"), Span(2, 5, "out")]
 
 
 def test_one_lane_is_shared_out_whole():
@@ -56,26 +62,35 @@ def test_one_lane_is_shared_out_whole():
 
 
 def test_lanes_that_run_together_share_the_time():
-    lanes = [[Segment(0, 10, "a"), Segment(20, 30, "b")], [Segment(5, 10, "c")]]
+    lanes = [[Span(0, 10, "a"), Span(20, 30, "b")], [Span(5, 10, "c")]]
     # 5 of a alone, 5 of a and c, 10 of nothing, 10 of b, 2 after.
     assert sweep(lanes, 0, 32) == {"a": 7.5, "c": 2.5, BETWEEN: 10, "b": 10, OUTSIDE: 2}
 
 
+def test_a_call_leaves_the_time_to_what_other_lanes_run():
+    lanes = [[Span(0, 10, "loop", is_call=True)], [Span(2, 6, "a")]]
+    assert sweep(lanes, 0, 10) == {"loop": 6, "a": 4, OUTSIDE: 0}
+
+
 def test_what_reaches_out_of_the_window_is_cut():
-    assert sweep([[Segment(0, 10, "a")]], 4, 6) == {"a": 2, OUTSIDE: 0}
+    assert sweep([[Span(0, 10, "a")]], 4, 6) == {"a": 2, OUTSIDE: 0}
 
 
 def test_an_empty_window_is_all_outside():
-    assert sweep([[Segment(0, 10, "a")]], 20, 25) == {OUTSIDE: 5}
+    assert sweep([[Span(0, 10, "a")]], 20, 25) == {OUTSIDE: 5}
     assert sweep([], 20, 25) == {OUTSIDE: 5}
 
 
-events = st.tuples(st.integers(0, 40), st.integers(0, 20), st.sampled_from("abc")).map(
-    lambda e: (e[0], e[0] + e[1], e[2])
+spans = st.builds(
+    lambda begin, length, label, is_call: Span(begin, begin + length, label, is_call),
+    st.integers(0, 40),
+    st.integers(0, 20),
+    st.sampled_from("abc"),
+    st.booleans(),
 )
 
 
-@given(lanes=st.lists(st.lists(events, max_size=8), max_size=3), window=st.integers(0, 30))
+@given(lanes=st.lists(st.lists(spans, max_size=8), max_size=3), window=st.integers(0, 30))
 def test_shares_are_the_window_and_what_a_slow_sweep_says(lanes, window):
     begin, end = window, window + 20
     flat = [innermost(lane) for lane in lanes]
@@ -84,9 +99,10 @@ def test_shares_are_the_window_and_what_a_slow_sweep_says(lanes, window):
     shares = sweep(flat, begin, end)
     # An instant at a time; all times are whole numbers.
     slow: dict = {}
-    running = {
-        t: [s.label for lane in flat for s in lane if s.begin <= t < s.end] for t in range(80)
-    }
+    running = {}
+    for t in range(80):
+        there = [s for lane in flat for s in lane if s.begin <= t < s.end]
+        running[t] = [s.label for s in there if not s.is_call] or [s.label for s in there]
     busy = [t for t in range(begin, end) if running[t]]
     for t in range(begin, end):
         labels = running[t]
@@ -233,10 +249,33 @@ def test_a_thread_s_operations_and_their_recording_are_read():
         "CPU:3": ((Event(10, 90, "while.1"), Event(20, 40, "norm.1"), Event(36, 39, TRACING)),)
     }
     program = Program(PROGRAM)
-    [(window, shares)] = share_windows(found, {"step": program}.__getitem__, last_scope)
+    [(window, shares)] = share_windows(found, {"step": program}, last_scope)
     assert window.name == "step" and shares.num_events == 2
     # The loop's own scope is "jit(f)/while".
     assert shares.nanoseconds == {OUTSIDE: 20, "jit(f)": 60, "first": 17, TRACING: 3}
+
+
+def test_the_recording_of_beginnings_comes_out_of_the_gap_before():
+    marks = Line("python").add("window: step", 0, 100)
+    thread = Line("worker")
+    for name, begin, end in (("while.1", 10, 90), ("norm.1", 11, 40), ("norm.2", 45, 80)):
+        thread.add(name, begin, end, hlo_op=name, device_ordinal=0)
+    found = trace_of((HOST, marks), ("/host:threads", thread))
+    programs = {"step": Program(PROGRAM)}
+    [(_, shares)] = share_windows(found, programs, last_scope, recording=3)
+    # 1 of the 3 before norm.1, since its loop began then; all 3 of the 5 before norm.2.
+    assert shares.nanoseconds == {
+        OUTSIDE: 20,
+        TRACING: 4,
+        "first": 29,
+        "jit(f)": 2 + 10,
+        "second": 35,
+    }
+
+
+def test_recording_costs_something_and_little(tmp_path):
+    # An event of the profiler is a write to memory; a millisecond would be another thing.
+    assert 0 <= trace.recording_seconds(tmp_path) < 1e-3
 
 
 def test_kernels_name_operations_or_in_graphs_themselves():
@@ -256,7 +295,7 @@ def test_kernels_name_operations_or_in_graphs_themselves():
     )
     found = trace_of((HOST, marks), (GPU.format(0), named), (GPU.format(1), graph))
     assert list(found.lanes) == ["GPU:0", "GPU:1"]
-    [(_, shares)] = share_windows(found, {"step": Program(PROGRAM)}.__getitem__, last_scope)
+    [(_, shares)] = share_windows(found, {"step": Program(PROGRAM)}, last_scope)
     # Means of the two devices; the second one's copy is not of the program.
     assert shares.nanoseconds == {
         OUTSIDE: (60 + 20) / 2,
