@@ -62,7 +62,8 @@ class Operation:
 
     scope: str
     """The names of the scopes it was traced in, outermost first, with slashes; "" if none is known.
-    Where the compiler gave none, that of what it computes, else of a neighbour."""
+    Where the compiler gave none, that of what it computes, else of a neighbour, else of the loop
+    it is in."""
     opcode: str
     """As XLA spells it: fusion, dot, all-reduce, while, ..."""
 
@@ -87,6 +88,8 @@ class Program:
         for name, line in self._lines.items():
             for operand in line.operands:
                 self._users.setdefault(operand, []).append(name)
+        self._body_of = {name: body for body, names in bodies.items() for name in names}
+        self._caller_of = {body: name for name, line in self._lines.items() for body in line.called}
         self.operations = {
             name: Operation(self._scope(name), line.opcode) for name, line in self._lines.items()
         }
@@ -97,19 +100,22 @@ class Program:
                 self._by_kernel.setdefault(kernel, []).append(name)
 
     def _scope(self, name: str) -> str:
-        line = self._lines[name]
-        if line.scope:
-            return line.scope
-        if not line.is_call:
-            for body in line.called:
-                # The root is the last; else whatever has a scope.
-                for inner in reversed(self._bodies.get(body, [])):
-                    if self._lines[inner].scope:
-                        return self._lines[inner].scope
         # A copy the compiler put in: that of what it copies, else of what it is copied for.
-        return self._along(name, lambda x: self._lines[x].operands) or self._along(
-            name, lambda x: self._users.get(x, [])
+        caller = self._caller_of.get(self._body_of[name])
+        return (
+            self._own_scope(name)
+            or self._along(name, lambda x: self._lines[x].operands)
+            or self._along(name, lambda x: self._users.get(x, []))
+            or ("" if caller is None else self._scope(caller))
         )
+
+    def _own_scope(self, name: str) -> str:
+        line = self._lines[name]
+        if line.scope or line.is_call:
+            return line.scope
+        # Of a fusion's body the root, which is the last; else whatever has a scope.
+        inside = (x for body in line.called for x in reversed(self._bodies.get(body, [])))
+        return next((self._lines[x].scope for x in inside if self._lines[x].scope), "")
 
     def _along(self, name: str, step: Callable[[str], Sequence[str]]) -> str:
         """The scope of the nearest neighbour in one direction that has one."""
@@ -117,11 +123,10 @@ class Program:
         while front:
             front = [x for near in front for x in step(near) if x in self._lines and x not in seen]
             seen.update(front)
-            for near in front:
-                line = self._lines[near]
-                # A parameter's "scope" is its argument's name, a constant's says little.
-                if line.scope and line.opcode not in ("parameter", "constant"):
-                    return line.scope
+            # A constant may be shared by operations of any scope.
+            told = (self._own_scope(x) for x in front if self._lines[x].opcode != "constant")
+            if scope := next(filter(None, told), ""):
+                return scope
         return ""
 
     def _run(self, body: str) -> Iterator[str]:
@@ -184,12 +189,14 @@ class _Line:
     def read(cls, found: re.Match, line: str) -> "_Line":
         opcode, rest = found[4], found[5]
         scope = _SCOPE.search(line)
+        # A name alone is an argument's, or of an operation that was traced before, elsewhere.
+        path = "" if scope is None or "/" not in scope[1] else scope[1]
         operands = rest.partition(")")[0]
         called = [name for each in _CALLED.findall(rest) for name in _WORD.findall(each)]
         kernels = _KERNEL.findall(rest) if opcode == "custom-call" else []
         return cls(
             opcode,
-            "" if scope is None else scope[1],
+            path,
             tuple(_NAME.findall(operands)),
             tuple(called),
             tuple(map(_as_kernel, kernels)),

@@ -134,6 +134,8 @@ custom_call_target="__gpu$xla.gpu.triton", metadata={op_name="jit(f)/while/body/
 backend_config={name = "norm_kernel"}
   %all-reduce-start.1 = f32[4]{0} all-reduce-start(%norm.2), to_apply=%add, \
 metadata={op_name="jit(f)/while/body/second/psum"}
+  %cumsum.1 = f32[4]{0} negate(%loop_sine_fusion.7), metadata={op_name="cumsum"}
+  %copy.2 = s32[] copy(%gte.1)
   ROOT %tuple.1 = (s32[], f32[4]{0}) tuple(%gte.1, %all-reduce-start.1)
 }
 
@@ -153,6 +155,10 @@ def test_operations_have_their_own_scope_or_a_neighbour_s():
     assert operations["loop_sine_fusion.7"].scope == "jit(f)/while/body/late/sin"
     assert operations["copy.1"].scope == "jit(f)/while/body/first/norm"
     assert operations["while.1"].scope == "jit(f)/while"
+    # A name alone says nothing of where; and what has no neighbour is of the loop it is in.
+    assert operations["cumsum.1"].scope == "jit(f)/while/body/late/sin"
+    assert operations["copy.2"].scope == "jit(f)/while"
+    assert operations["copy.9"].scope == ""
     assert operations["all-reduce-start.1"].opcode == "all-reduce-start"
 
 
