@@ -4,21 +4,20 @@
     python scripts/profile_cycle.py --context 64,512 --draft-tokens 3 --trace traces
     python scripts/profile_cycle.py --model FOLDER --drafter FOLDER --mesh tensor=8
 
-For every context length, blocks of plain steps and of cycles take turns while the JAX profiler
-records, and before and after that without it. Wall time of the recorded blocks is shared out
-among the stages (`spec/stages.py` says what each is): every instant belongs to the innermost
-operation that runs then, in equal parts if several do, and of several devices the mean is taken.
-So the stages add up to the recorded cycle, and what no stage explains stands in the table:
+For every context length, blocks of plain steps and of cycles take turns, without the JAX profiler
+and while it records. Wall time of the recorded blocks is shared out among the stages
+(`spec/stages.py` says what each is): every instant belongs to the innermost operation that runs
+then, in equal parts if several do, and of several devices the mean is taken. So the stages add up
+to the recorded cycle, and what no stage explains stands in the table:
 
     between         no operation runs between two
     outside         the host starts a block and reads it back
     unattributed    operations without a scope
-    tracing         the profiler records the end of an operation; not there without it
+    tracing         the profiler records (`recording_seconds`); not there without it
 
-`stages_over_measured` compares their sum, without `tracing`, with the cycle that was measured
-without the profiler. It is over 1 by what recording costs besides. A fusion is one operation, in
-the scope of its root. The last line under each table is a verdict: the largest term, and what would
-shrink it.
+`stages_over_measured` compares their sum, `tracing` left out, with the cycle measured without the
+profiler: it should be near 1. A fusion is one operation, in the scope of its root. The last line
+under each table is a verdict: the largest term, and what would shrink it.
 
 --trace keeps the recordings, for https://ui.perfetto.dev. On a GPU, XLA leaves its CUDA graphs
 while the profiler records, unless told --xla_enable_command_buffers_during_profiling in XLA_FLAGS:
@@ -29,7 +28,6 @@ functools.py. Prints a table for each context, then one JSON line: a row for eac
 """
 
 import argparse
-import contextlib
 import hashlib
 import json
 import os
@@ -38,7 +36,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench_decode import Place, read_prompts
 from jax.profiler import TraceAnnotation
@@ -55,6 +53,7 @@ from kimi_jax.runtime.trace import (
     TRACING,
     WINDOW,
     Program,
+    Shares,
     newest,
     read_recording,
     recorded,
@@ -145,11 +144,16 @@ def contexts_within(wanted: Sequence[int] | None, most: int) -> list[int]:
     return list(wanted)
 
 
-def middle(values: Sequence[float]) -> list[int]:
-    """Where the middle half of the values is, the extremes left out."""
-    order = sorted(range(len(values)), key=lambda i: values[i])
-    outside = len(values) // 4
-    return order[outside : len(values) - outside]
+class Turn(NamedTuple):
+    """A block of one form: seconds of a cycle without the profiler, and a recorded one's shares."""
+
+    bare_seconds: float
+    shares: Shares
+
+    @property
+    def size(self) -> float:
+        """Both together, to tell usual turns from odd ones."""
+        return self.bare_seconds + 1e-9 * sum(self.shares.nanoseconds.values())
 
 
 def profile(
@@ -163,55 +167,62 @@ def profile(
     """A plain step and a cycle after this context, and the tokens a cycle gives.
 
     Args:
+        folder: for the recordings.
         recording: see `recording_seconds`.
     """
-    engine = llm.engine
     place = Place(llm, text, context, batch=1)
     forms: dict[str, Any] = {STEP: None}
     if args.draft_tokens:
         forms[CYCLE] = Chain(args.draft_tokens)
-    deepest = args.draft_tokens + 1
-    cycles = min(args.cycles, MAX_BLOCK_TOKENS // deepest)
-    bare: dict[str, list[float]] = {name: [] for name in forms}
+    cycles = min(args.cycles, MAX_BLOCK_TOKENS // (args.draft_tokens + 1))
+    turns: dict[str, list[Turn]] = {name: [] for name in forms}
     with tqdm(
-        total=WARM_UP + 3 * args.repeats, desc=f"context {context}", disable=None, leave=False
+        total=WARM_UP + args.repeats, desc=f"context {context}", disable=None, leave=False
     ) as bar:
-
-        def take_turns(count: int, keep: dict[str, list[float]] | None, mark: str = "") -> None:
-            for _ in range(count):
-                for name, form in forms.items():
-                    during = TraceAnnotation(mark + name) if mark else contextlib.nullcontext()
-                    seconds = place.seconds(form, cycles, during=during)
-                    if keep is not None:
-                        keep[name].append(seconds)
-                bar.update()
-
-        take_turns(WARM_UP, None)
-        take_turns(args.repeats, bare)
-        with recorded(folder, for_perfetto=args.trace is not None):
-            take_turns(args.repeats, None, WINDOW)
-        take_turns(args.repeats, bare)
+        for _ in range(WARM_UP):
+            for form in forms.values():
+                place.seconds(form, cycles)
+            bar.update()
         programs = {}
         for name, form in forms.items():
-            compiled = engine.lower_decode(1, place.capacity, form).compile()
+            compiled = llm.engine.lower_decode(1, place.capacity, form).compile()
             programs[name] = Program(compiled.as_text())
+        for turn in range(args.repeats):
+            bare = {name: place.seconds(form, cycles) for name, form in forms.items()}
+            own, is_last = folder / f"turn-{turn}", turn == args.repeats - 1
+            with recorded(own, for_perfetto=is_last and args.trace is not None):
+                for name, form in forms.items():
+                    place.seconds(form, cycles)  # the profiler's buffers are made
+                    place.seconds(form, cycles, during=TraceAnnotation(WINDOW + name))
+            trace = read_recording(own)
+            for window, shares in share_windows(
+                trace, programs, stage_of, recording=1e9 * recording
+            ):
+                turns[window.name].append(Turn(bare[window.name], shares))
+            bar.update()
         gives = place.tokens_per_cycle(forms[CYCLE]) if CYCLE in forms else 1.0
-    shared = share_windows(read_recording(folder), programs, stage_of, recording=1e9 * recording)
-    out = {}
-    for name in forms:
-        own = [(w, s) for w, s in shared if w.name == name]
-        kept = [own[i] for i in middle([w.end - w.begin for w, _ in own])]
-        stages = [stage for stage in STAGES if any(stage in s.nanoseconds for _, s in kept)]
-        total = len(kept) * cycles
-        out[name] = Timed(
-            seconds={
-                stage: 1e-9 * sum(s.nanoseconds.get(stage, 0.0) for _, s in kept) / total
-                for stage in stages
-            },
-            cycle_seconds=statistics.fmean(bare[name][i] for i in middle(bare[name])),
-            events=sum(s.num_events for _, s in kept) / total,
-        )
-    return out, gives
+    return {name: usual(each, cycles) for name, each in turns.items()}, gives
+
+
+def usual(turns: Sequence[Turn], cycles: int) -> Timed:
+    """A cycle in the mean over the turns in the middle: the longest and shortest are left out.
+
+    Args:
+        cycles: of a block.
+    """
+    outside = len(turns) // 4
+    kept = sorted(turns, key=lambda turn: turn.size)[outside : len(turns) - outside]
+    every = [turn.shares for turn in kept]
+    stages = [stage for stage in STAGES if any(stage in s.nanoseconds for s in every)]
+    total = len(kept) * cycles
+    return Timed(
+        seconds={
+            stage: 1e-9 * sum(s.nanoseconds.get(stage, 0.0) for s in every) / total
+            for stage in stages
+        },
+        cycle_seconds=statistics.fmean(turn.bare_seconds for turn in kept),
+        events=sum(s.num_events for s in every) / total,
+    )
 
 
 def stage_rows(context: int, timed: dict[str, Timed]) -> list[dict[str, Any]]:
@@ -329,7 +340,8 @@ def main() -> None:
                 own, told = stage_rows(context, timed), summary(llm, context, K, timed, gives)
                 show(own, told)
                 if args.trace is not None:
-                    print(f"https://ui.perfetto.dev opens {newest(folder, 'perfetto_*.json.gz')}")
+                    last = newest(folder / f"turn-{args.repeats - 1}", "perfetto_*.json.gz")
+                    print(f"https://ui.perfetto.dev opens {last}")
                 rows += own
                 summaries.append(told)
         except (ValueError, OSError) as error:
