@@ -175,7 +175,8 @@ def profile(
     if args.draft_tokens:
         forms[CYCLE] = Chain(args.draft_tokens)
     cycles = min(args.cycles, MAX_BLOCK_TOKENS // (args.draft_tokens + 1))
-    turns: dict[str, list[Turn]] = {name: [] for name in forms}
+    bare: dict[str, list[float]] = {name: [] for name in forms}
+    traces = []
     with tqdm(
         total=WARM_UP + args.repeats, desc=f"context {context}", disable=None, leave=False
     ) as bar:
@@ -188,20 +189,22 @@ def profile(
             compiled = llm.engine.lower_decode(1, place.capacity, form).compile()
             programs[name] = Program(compiled.as_text())
         for turn in range(args.repeats):
-            bare = {name: place.seconds(form, cycles) for name, form in forms.items()}
+            for name, form in forms.items():
+                bare[name].append(place.seconds(form, cycles))
             own, is_last = folder / f"turn-{turn}", turn == args.repeats - 1
             with recorded(own, for_perfetto=is_last and args.trace is not None):
                 for name, form in forms.items():
                     place.seconds(form, cycles)  # the profiler's buffers are made
                     place.seconds(form, cycles, during=TraceAnnotation(WINDOW + name))
-            trace = read_recording(own)
-            for window, shares in share_windows(
-                trace, programs, stage_of, recording=1e9 * recording
-            ):
-                turns[window.name].append(Turn(bare[window.name], shares))
+            traces.append(read_recording(own))
             bar.update()
         gives = place.tokens_per_cycle(forms[CYCLE]) if CYCLE in forms else 1.0
-    return {name: usual(each, cycles) for name, each in turns.items()}, gives
+    shared = share_windows(traces, programs, stage_of, recording=1e9 * recording)
+    timed = {}
+    for name, seconds in bare.items():
+        shares = [shares for window, shares in shared if window.name == name]
+        timed[name] = usual(list(map(Turn, seconds, shares)), cycles)
+    return timed, gives
 
 
 def usual(turns: Sequence[Turn], cycles: int) -> Timed:

@@ -22,7 +22,7 @@ import math
 import re
 import statistics
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -322,23 +322,19 @@ def innermost(spans: Sequence[Span]) -> list[Span]:
     out: list[Span] = []
     stack: list[Span] = []
     at: Number = -math.inf
-
-    def run_until(until: Number) -> None:
-        nonlocal at
-        while stack and at < until:
-            if stack[-1].end <= at:
+    # Of those that begin together the longest is outside; the last one of all ends the others.
+    ordered = sorted(spans, key=lambda span: (span.begin, -span.end))
+    for span in (*ordered, Span(math.inf, math.inf, None)):
+        while stack and at < span.begin:
+            top = stack[-1]
+            if top.end <= at:
                 stack.pop()
                 continue
-            end = min(stack[-1].end, until)
-            out.append(stack[-1]._replace(begin=at, end=end))
+            end = min(top.end, span.begin)
+            out.append(Span(at, end, top.label, top.is_call))
             at = end
-        at = max(at, until)
-
-    # Of those that begin together the longest is outside.
-    for span in sorted(spans, key=lambda span: (span.begin, -span.end)):
-        run_until(span.begin)
+        at = max(at, span.begin)
         stack.append(span)
-    run_until(max((span.end for span in stack), default=at))
     return out
 
 
@@ -385,44 +381,53 @@ class Shares(NamedTuple):
 
 
 def share_windows(
-    trace: Trace,
+    traces: Iterable[Trace],
     programs: Mapping[str, Program],
     label: Callable[[Operation | None], Label],
     *,
     recording: Number = 0,
 ) -> list[tuple[Window, Shares]]:
-    """Each window with where its time went.
+    """Each window of these traces with where its time went.
 
     Args:
         programs: by the name of a window, the program that ran in it.
         label: of an operation; None is one the program does not know.
         recording: nanoseconds before each operation in which its beginning was recorded.
     """
-    known = {name: _labels(program, label) for name, program in programs.items()}
-    out = []
-    for window in trace.windows:
-        program, spans_of = programs[window.name], known[window.name]
-        every: list[dict[Label, Number]] = []
-        num_events = 0
-        for lanes in trace.lanes.values():
-            swept = []
-            for lane in lanes:
-                first, last = (bisect.bisect_left(lane, (edge,)) for edge in window[:2])
-                inside = lane[first:last]
-                num_events += sum(e.name != TRACING for e in inside)
-                # Of a kernel in a CUDA graph the trace gives the graph's name, or none.
-                found = iter(program.find([e.kernel for e in inside if e.name not in spans_of]))
-                names = [e.name if e.name in spans_of else next(found) for e in inside]
-                spans = [
-                    Span(e.begin, e.end, *spans_of[name])
-                    for e, name in zip(inside, names, strict=True)
-                ]
-                swept.append(innermost([*spans, *_beginnings(inside, recording)]))
-            every.append(sweep(swept, window.begin, window.end))
-        seen = dict.fromkeys(label for shares in every for label in shares)
-        means = {x: sum(shares.get(x, 0.0) for shares in every) / len(every) for x in seen}
-        out.append((window, Shares(means, num_events / len(every))))
-    return out
+    known = {name: (program, _labels(program, label)) for name, program in programs.items()}
+    return [
+        (window, _shares(trace, window, *known[window.name], recording))
+        for trace in traces
+        for window in trace.windows
+    ]
+
+
+def _shares(
+    trace: Trace,
+    window: Window,
+    program: Program,
+    labels: Mapping[str | None, tuple[Label, bool]],
+    recording: Number,
+) -> Shares:
+    every: list[dict[Label, Number]] = []
+    num_events = 0
+    for lanes in trace.lanes.values():
+        swept = []
+        for lane in lanes:
+            first, last = (bisect.bisect_left(lane, (edge,)) for edge in window[:2])
+            inside = lane[first:last]
+            num_events += sum(e.name != TRACING for e in inside)
+            # Of a kernel in a CUDA graph the trace gives the graph's name, or none.
+            found = iter(program.find([e.kernel for e in inside if e.name not in labels]))
+            names = [e.name if e.name in labels else next(found) for e in inside]
+            spans = [
+                Span(e.begin, e.end, *labels[name]) for e, name in zip(inside, names, strict=True)
+            ]
+            swept.append(innermost([*spans, *_beginnings(inside, recording)]))
+        every.append(sweep(swept, window.begin, window.end))
+    seen = dict.fromkeys(label for shares in every for label in shares)
+    means = {x: sum(shares.get(x, 0.0) for shares in every) / len(every) for x in seen}
+    return Shares(means, num_events / len(every))
 
 
 def _labels(program: Program, label: Callable) -> dict[str | None, tuple[Label, bool]]:
@@ -454,7 +459,7 @@ def recording_seconds(folder: Path) -> float:
     """
     if jax.default_backend() != "cpu":
         return 0.0
-    products, passes, repeats = 32, 100, 25
+    products, passes, repeats = 32, 20, 15
 
     def tiny(x: jax.Array) -> jax.Array:
         def body(_: jax.Array, x: jax.Array) -> jax.Array:
@@ -482,7 +487,7 @@ def recording_seconds(folder: Path) -> float:
         during = seconds()
     bare = min(before, seconds())
     shared = share_windows(
-        read_recording(folder), {"tiny": Program(run.as_text())}, lambda _: "tiny"
+        [read_recording(folder)], {"tiny": Program(run.as_text())}, lambda _: "tiny"
     )
     operations = statistics.median(shares.num_events for _, shares in shared)
     ends = statistics.median(shares.nanoseconds.get(TRACING, 0.0) for _, shares in shared)
