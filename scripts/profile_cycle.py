@@ -49,10 +49,10 @@ from kimi_jax.runtime.conditions import conditions
 from kimi_jax.runtime.decode import MAX_BLOCK_TOKENS, MAX_DRAFT_DEPTH
 from kimi_jax.runtime.flags import set_gpu_flags, simulate_mesh
 from kimi_jax.runtime.mesh import parse_mesh
+from kimi_jax.runtime.program import Program
 from kimi_jax.runtime.trace import (
     TRACING,
     WINDOW,
-    Program,
     Shares,
     newest,
     read_recording,

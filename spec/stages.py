@@ -7,7 +7,8 @@ A stage is known by the named scopes an operation was traced in: `spec/cycle.py`
 import dataclasses
 from collections.abc import Mapping
 
-from kimi_jax.runtime.trace import BETWEEN, CALLS, OUTSIDE, TRACING, Operation
+from kimi_jax.runtime.program import CALLS, Operation
+from kimi_jax.runtime.trace import BETWEEN, OUTSIDE, TRACING
 from spec.economics import Number, break_even
 
 DRAFT, ACCEPT, EXTEND = "draft", "accept", "extend"
@@ -160,7 +161,8 @@ def _remedy(term: str, is_cycle: bool, facts: Facts) -> str:
         EXTEND: f"{fewer}or take a smaller drafter",
         ACCEPT: "sampling options cost here (top_k, top_p, penalties, logprobs); greedy is cheap",
         LOOP: "the state is copied or a block is too short: more cycles a block",
-        BETWEEN: "many small operations: look at launches and graphs (compile_check.py)",
+        BETWEEN: "many small operations, or the processor is shared: look at launches and graphs "
+        "(compile_check.py), and at what else runs",
         OUTSIDE: "the host is late: more cycles a block, and nothing else on its cores",
         UNATTRIBUTED: "compile again without a compilation cache made by another version",
     }[term]

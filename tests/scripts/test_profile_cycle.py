@@ -4,12 +4,14 @@ import json
 import sys
 from pathlib import Path
 
+import pieces
 import profile_cycle
 import pytest
 
 from kimi_jax import DEMO, LLM
 from kimi_jax.config import ModelConfig
-from kimi_jax.runtime.trace import BETWEEN, OUTSIDE, Program
+from kimi_jax.runtime.program import Program
+from kimi_jax.runtime.trace import BETWEEN, OUTSIDE
 from spec import DEMO_DRAFTER, load_drafter, stages
 from spec.stages import STAGES, stage_of
 from spec.tree import Chain
@@ -18,8 +20,14 @@ K, CONTEXT = 3, 64
 MISSED = (stages.UNATTRIBUTED, stages.LOOP)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quick_compiles():
+    with pieces.quick_compiles():
+        yield
+
+
 @pytest.fixture(scope="module")
-def demo():
+def demo(quick_compiles):
     drafter = load_drafter(DEMO_DRAFTER, num_draft_tokens=K)
     return LLM(DEMO, drafter=drafter, max_length=2 * CONTEXT, max_batch=1, progress=False)
 

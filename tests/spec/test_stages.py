@@ -2,7 +2,8 @@
 
 import pytest
 
-from kimi_jax.runtime.trace import BETWEEN, OUTSIDE, TRACING, Operation
+from kimi_jax.runtime.program import Operation
+from kimi_jax.runtime.trace import BETWEEN, OUTSIDE, TRACING
 from spec import stages
 from spec.stages import STAGES, Facts, Timed, stage_of, verdict
 

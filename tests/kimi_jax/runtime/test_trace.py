@@ -1,4 +1,4 @@
-"""Wall time shared out among operations: by hand, and of recordings written by hand."""
+"""Programs read for their scopes, recordings for what ran when, and wall time shared out."""
 
 import jax
 import jax.numpy as jnp
@@ -8,13 +8,12 @@ from hypothesis import strategies as st
 from jax.profiler import ProfileData
 
 from kimi_jax.runtime import trace
+from kimi_jax.runtime.program import Operation, Program
 from kimi_jax.runtime.trace import (
     BETWEEN,
     OUTSIDE,
     TRACING,
     Event,
-    Operation,
-    Program,
     Span,
     TraceError,
     innermost,
@@ -299,7 +298,11 @@ def test_kernels_name_operations_or_in_graphs_themselves():
         .add("norm_kernel", 30, 50)
         .add("MemcpyD2D", 60, 90)
     )
-    found = trace_of((HOST, marks), (GPU.format(0), named), (GPU.format(1), graph))
+    # The host's are launches of these kernels.
+    launches = Line("worker").add("norm_kernel", 5, 9, hlo_op="norm.1")
+    found = trace_of(
+        (HOST, marks), (HOST, launches), (GPU.format(0), named), (GPU.format(1), graph)
+    )
     assert list(found.lanes) == ["GPU:0", "GPU:1"]
     [(_, shares)] = share_windows([found], {"step": Program(PROGRAM)}, last_scope)
     # Means of the two devices; the second one's copy is not of the program.
