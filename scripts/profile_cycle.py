@@ -34,7 +34,7 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,7 +78,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--model", default="demo", help="a checkpoint folder, a hub id, or demo (default)")
-    add("--drafter", help="an EAGLE-3 drafter's folder or hub id; default: the demo's own")
+    add("--drafter", help="an EAGLE-3 drafter's folder or hub id, or demo, the demo's own")
     add(
         "--draft-tokens", type=int, default=3, metavar="K", help="0: plain steps alone (default: 3)"
     )
@@ -100,11 +100,9 @@ def read_options(parser: argparse.ArgumentParser) -> argparse.Namespace:
         parser.error(f"--draft-tokens is {K}, expected 0 to {MAX_DRAFT_DEPTH}")
     if not K and args.drafter is not None:
         parser.error("--drafter with --draft-tokens 0: nothing is drafted")
-    if K and args.drafter is None:
-        if args.model != "demo":
-            parser.error(
-                f"--draft-tokens {K} needs a --drafter; --draft-tokens 0 profiles plain steps"
-            )
+    if K and args.drafter is None and args.model != "demo":
+        parser.error(f"--draft-tokens {K} needs a --drafter; --draft-tokens 0 profiles plain steps")
+    if K and args.drafter in (None, "demo"):
         args.drafter = str(DEMO_DRAFTER)
     if args.context is not None:
         words = [word.strip() for word in args.context.split(",")]
@@ -128,20 +126,26 @@ def read_options(parser: argparse.ArgumentParser) -> argparse.Namespace:
     return args
 
 
-def contexts_within(wanted: Sequence[int] | None, most: int) -> list[int]:
+def contexts_within(wanted: Sequence[int] | None, limits: Mapping[str, int]) -> list[int]:
     """The contexts as asked for; if none are, the usual ones, the last as long as may be.
+
+    Args:
+        limits: tokens that a context and the block after it may have, by what limits them.
 
     Raises:
         ValueError: one is too long.
     """
-    if wanted is None:
+    what = min(limits, key=lambda name: limits[name])
+    most = limits[what] - MAX_BLOCK_TOKENS
+    if wanted is None and most >= CONTEXTS[0]:
         return sorted({min(context, most) for context in CONTEXTS})
-    if wanted[-1] > most:
+    longest = CONTEXTS[0] if wanted is None else wanted[-1]
+    if longest > most:
         raise ValueError(
-            f"--context {wanted[-1]}: with a block of {MAX_BLOCK_TOKENS} tokens after it, at most "
-            f"{most} fit the model and the text"
+            f"--context {longest}: with a block of {MAX_BLOCK_TOKENS} tokens it is "
+            f"{longest + MAX_BLOCK_TOKENS}, and {what} has {limits[what]}: at most {most}"
         )
-    return list(wanted)
+    return list(wanted or [])
 
 
 class Turn(NamedTuple):
@@ -324,7 +328,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         try:
             cfg = ModelConfig.from_folder(resolve(model, patterns=("config.json",)))
-            contexts_within(args.context, cfg.max_position_embeddings - MAX_BLOCK_TOKENS)
+            limits = {"the model": cfg.max_position_embeddings}
+            contexts_within(args.context, limits)
             llm = LLM(
                 model,
                 drafter=load_drafter(args.drafter, num_draft_tokens=K) if K else None,
@@ -335,9 +340,13 @@ def main() -> None:
                 progress=sys.stderr.isatty(),
             )
             text = llm.tokenizer.encode(args.text)
-            most = min(llm.max_length, len(text)) - MAX_BLOCK_TOKENS
+            limits["the text"] = len(text)
+            if K:
+                # Past its own positions, decoding goes on without the drafter.
+                limits["the drafter"] = llm.engine.drafter.cfg.max_position_embeddings
+            contexts = contexts_within(args.context, limits)
             recording = recording_seconds(Path(scratch))
-            for context in contexts_within(args.context, most):
+            for context in contexts:
                 folder = Path(args.trace or scratch) / f"context-{context}"
                 timed, gives = profile(llm, text, context, args, folder, recording)
                 own, told = stage_rows(context, timed), summary(llm, context, K, timed, gives)

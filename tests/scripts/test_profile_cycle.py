@@ -171,7 +171,18 @@ def test_a_context_beyond_the_model_is_refused_before_loading(monkeypatch, capsy
     longest = ModelConfig.from_folder(DEMO).max_position_embeddings - 64
     assert _refusal(monkeypatch, capsys, "--context", f"64,{longest + 1}") == 1
     told = capsys.readouterr().err
-    assert f"--context {longest + 1}: " in told and f"at most {longest} fit" in told
+    assert f"--context {longest + 1}: " in told
+    assert f"the model has {longest + 64}: at most {longest}" in told
+
+
+def test_contexts_are_as_asked_for_or_as_fits():
+    limits = {"the model": 4096, "the text": 1000}
+    assert profile_cycle.contexts_within([100, 936], limits) == [100, 936]
+    assert profile_cycle.contexts_within(None, limits) == [64, 512, 936]
+    with pytest.raises(ValueError, match="--context 937: .* 1001, and the text has 1000: at most"):
+        profile_cycle.contexts_within([937], limits)
+    with pytest.raises(ValueError, match="--context 64: .* the text has 99: at most 35"):
+        profile_cycle.contexts_within(None, {"the text": 99})
 
 
 def _refusal(monkeypatch, capsys, *options: str) -> int:
