@@ -30,6 +30,7 @@ costs, not for gains. Prints a table, then one JSON line.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -164,7 +165,7 @@ class Place:
         self.engine, self.batch = llm.engine, batch
         size = context + MAX_BLOCK_TOKENS
         # The least capacity that holds a block, as a request that ends with it would get.
-        slack = max(p.num_slots for p in llm.engine.drafter.proposals if p is not None)
+        slack = max((p.num_slots for p in llm.engine.proposals if p is not None), default=0)
         self.capacity = first_at_least(llm.engine.capacities, size + slack)
         starts = np.random.default_rng(context).integers(0, len(text) - size + 1, batch)
         params = SamplingParams(max_new_tokens=None, ignore_eos=True)
@@ -175,12 +176,19 @@ class Place:
         self.state = self.engine.prefill(state, context - 1)
         self.nobody = np.zeros(state.lengths.shape, np.bool_)
 
-    def seconds(self, form: Any, cycles: int) -> float:
-        """Of a cycle of this form, in a block of so many."""
+    def seconds(
+        self,
+        form: Any,
+        cycles: int,
+        *,
+        during: contextlib.AbstractContextManager = contextlib.nullcontext(),  # noqa: B008
+    ) -> float:
+        """Of a cycle of this form, in a block of so many; `during` lasts as long as the block."""
         state = jax.block_until_ready(jax.tree.map(jnp.copy, self.state))
         began = time.perf_counter()
-        _, block = self.engine.decode(state, cycles, self.nobody, form)
-        done = int(jax.device_get(block.cycles).max())
+        with during:
+            _, block = self.engine.decode(state, cycles, self.nobody, form)
+            done = int(jax.device_get(block.cycles).max())
         return (time.perf_counter() - began) / done
 
     def tokens_per_cycle(self, form: Any) -> float:

@@ -5,10 +5,13 @@
     accept    the drafts that stand and one token more; of a tree, their cache rows close ranks
     extend    the drafter over the accepted rows, with the target's true features
 
+A profile finds these by the scopes "draft", "target", "accept" and "extend".
+
 Fixed shapes, nothing read back: rejected rows of either cache are written over by the next cycle.
 `Chain(0)` is the plain step, whose streams are put by; the drafter runs over them after the block.
 """
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -57,45 +60,49 @@ def speculative_step(
         tree, depths = None, jnp.arange(tokens.shape[1], dtype=jnp.int32)
         if drafts.mask is not None:
             tree, depths = TreeRows(first=newest, mask=drafts.mask), depths_of(drafts.mask)
-        out = transformer.forward(
-            target,
-            tokens,
-            newest[:, None] + depths,
-            state.cache,
-            is_real=jnp.broadcast_to(state.live[:, None], tokens.shape),
-            taps=taps,
-            tree=tree,
-            rules=rules,
-        )
-        logits_f32 = transformer.logits(target, out.hidden)
-        if lossy_threshold is not None:
-            accepted = accept_lossy(
-                logits_f32, drafts, shape, state, rules, threshold=lossy_threshold
+        with jax.named_scope("target"):
+            out = transformer.forward(
+                target,
+                tokens,
+                newest[:, None] + depths,
+                state.cache,
+                is_real=jnp.broadcast_to(state.live[:, None], tokens.shape),
+                taps=taps,
+                tree=tree,
+                rules=rules,
             )
-        elif is_sampled:
-            assert isinstance(shape, StaticTree)
-            accepted = accept_sampled(logits_f32, drafts, shape, state, rules)
-        else:
-            accepted = accept_equal(logits_f32, drafts, shape, state, rules)
-        true_taps, cache, path = out.taps, out.cache, accepted.path
-        assert cache is not None
-        if tree is not None:
-            true_taps = tuple(pick_rows(x, path) for x in true_taps)
-            cache = cache.moved(path[:, 1:], newest, 1, rules)
-        own = draft.extend(
-            model,
-            cfg,
-            target,
-            own_cache,
-            taps=true_taps,
-            next_tokens=accepted.chosen.token,
-            positions=newest[:, None] + jnp.arange(shape.depth + 1, dtype=jnp.int32),
-            num_true=accepted.counts,
-            rules=rules,
-            own=state.drafter,
-        )
+            logits_f32 = transformer.logits(target, out.hidden)
+        with jax.named_scope("accept"):
+            if lossy_threshold is not None:
+                accepted = accept_lossy(
+                    logits_f32, drafts, shape, state, rules, threshold=lossy_threshold
+                )
+            elif is_sampled:
+                assert isinstance(shape, StaticTree)
+                accepted = accept_sampled(logits_f32, drafts, shape, state, rules)
+            else:
+                accepted = accept_equal(logits_f32, drafts, shape, state, rules)
+            true_taps, cache, path = out.taps, out.cache, accepted.path
+            assert cache is not None
+            if tree is not None:
+                true_taps = tuple(pick_rows(x, path) for x in true_taps)
+                cache = cache.moved(path[:, 1:], newest, 1, rules)
+        with jax.named_scope("extend"):
+            own = draft.extend(
+                model,
+                cfg,
+                target,
+                own_cache,
+                taps=true_taps,
+                next_tokens=accepted.chosen.token,
+                positions=newest[:, None] + jnp.arange(shape.depth + 1, dtype=jnp.int32),
+                num_true=accepted.counts,
+                rules=rules,
+                own=state.drafter,
+            )
         state = replace(state, cache=cache, drafter=own)
-        num_drafted = shape.num_draft_tokens
-        return append(state, accepted.chosen, accepted.counts, num_drafted=num_drafted)
+        with jax.named_scope("accept"):
+            num_drafted = shape.num_draft_tokens
+            return append(state, accepted.chosen, accepted.counts, num_drafted=num_drafted)
 
     return step

@@ -126,7 +126,9 @@ def forward(
 
     def run_block(block: Block, x: jax.Array, added: jax.Array | None, layer_cache: Any):
         attn, mlp = block.self_attn, block.mlp
-        x, _, products = norm(x, added, block.input_layernorm[...], mla.input_kernels(attn))
+        # Scopes as of what a norm's products are made for: a profile counts them there.
+        with jax.named_scope("mla"):
+            x, _, products = norm(x, added, block.input_layernorm[...], mla.input_kernels(attn))
         attended, layer_cache = attention_layer(
             attn,
             cfg,
@@ -141,15 +143,17 @@ def forward(
         )
         scale = block.post_attention_layernorm[...]
         if isinstance(mlp, Moe):
-            kernels, dtypes = moe.input_kernels(mlp, x.dtype)
-            after, h, products = norm(x, attended, scale, kernels, dtypes=dtypes)
+            with jax.named_scope("moe"):
+                kernels, dtypes = moe.input_kernels(mlp, x.dtype)
+                after, h, products = norm(x, attended, scale, kernels, dtypes=dtypes)
             inputs = MoeInputs(h, *products)
             out, routing = moe_layer(
                 mlp, cfg, inputs, is_real, rules, router_implementation=implementation
             )
         else:
-            kernels = mlp.gate_proj[...], mlp.up_proj[...]
-            after, _, (gate, up) = norm(x, attended, scale, kernels)
+            with jax.named_scope("mlp"):
+                kernels = mlp.gate_proj[...], mlp.up_proj[...]
+                after, _, (gate, up) = norm(x, attended, scale, kernels)
             out, routing = gated_linear(mlp, gate, up, rules), None
         return x, after, out, layer_cache, routing
 

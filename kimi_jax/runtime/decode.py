@@ -127,28 +127,31 @@ def autoregressive_step(
         model = nnx.merge(graph, weights)
         positions = (state.lengths - 1)[:, None]
         newest = jnp.take_along_axis(state.tokens, positions, axis=1)
-        out = transformer.forward(
-            model,
-            newest,
-            positions,
-            state.cache,
-            is_real=state.live[:, None],
-            taps=taps,
-            rules=rules,
-        )
-        choice = choose_tokens(
-            transformer.logits(model, out.hidden)[:, 0],
-            tokens=state.tokens,
-            lengths=state.lengths,
-            prompt_lengths=state.prompt_lengths,
-            sampling=state.sampling,
-            axis=rules.mesh_axes("V"),
-        )
-        state = replace(state, cache=out.cache)
-        if keep is not None:
-            state = keep(state, out.taps)
-        chosen = jax.tree.map(lambda x: x[:, None], choice)
-        return append(state, chosen, jnp.ones_like(state.lengths))
+        with jax.named_scope("target"):
+            out = transformer.forward(
+                model,
+                newest,
+                positions,
+                state.cache,
+                is_real=state.live[:, None],
+                taps=taps,
+                rules=rules,
+            )
+            logits_f32 = transformer.logits(model, out.hidden)[:, 0]
+        with jax.named_scope("accept"):
+            choice = choose_tokens(
+                logits_f32,
+                tokens=state.tokens,
+                lengths=state.lengths,
+                prompt_lengths=state.prompt_lengths,
+                sampling=state.sampling,
+                axis=rules.mesh_axes("V"),
+            )
+            state = replace(state, cache=out.cache)
+            if keep is not None:
+                state = keep(state, out.taps)
+            chosen = jax.tree.map(lambda x: x[:, None], choice)
+            return append(state, chosen, jnp.ones_like(state.lengths))
 
     return step
 
