@@ -100,6 +100,7 @@ class Run:
                 state = None
                 if (state := self._start()) is None:
                     return
+            assert state is not None
             for place, row in enumerate(self._rows):
                 if row is None and self._ahead is not None:
                     began = time.perf_counter()
