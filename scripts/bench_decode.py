@@ -165,8 +165,7 @@ class Place:
         self.engine, self.batch = llm.engine, batch
         size = context + MAX_BLOCK_TOKENS
         # The least capacity that holds a block, as a request that ends with it would get.
-        slack = max((p.num_slots for p in llm.engine.proposals if p is not None), default=0)
-        self.capacity = first_at_least(llm.engine.capacities, size + slack)
+        self.capacity = first_at_least(llm.engine.capacities, size + llm.engine.slack)
         starts = np.random.default_rng(context).integers(0, len(text) - size + 1, batch)
         params = SamplingParams(max_new_tokens=None, ignore_eos=True)
         requests = [Request(tuple(text[s : s + size]), params, ()) for s in starts]

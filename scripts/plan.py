@@ -178,7 +178,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
         distinct=tuple(distinct),
         assumptions=tuple(filter(None, assumed)),
         target=target_bytes(cfg, args.devices, DTYPE, args.cache),
-        drafts=drafter_bytes(drafter, args.devices, DTYPE),
+        drafts=drafter_bytes(drafter, args.devices, DTYPE, cache=args.cache),
     )
 
 

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 
 from kimi_jax.config import ModelConfig
-from kimi_jax.runtime.engine import CAPACITY_GROWTH, CAPACITY_UNIT, ladder
+from kimi_jax.runtime.engine import capacities_for
+from spec.economics import Number
 from spec.launches import PREFILL_TEMP_BYTES
 from spec.traffic import DrafterBytes, TargetBytes
 
@@ -25,9 +26,9 @@ class Sizes:
 
     weights: int
     drafter_weights: int = 0
-    slot: float
+    slot: Number
     """A slot of a row in the target's cache, or this device's share of it."""
-    drafter_slot: int = 0
+    drafter_slot: Number = 0
     width: int
     """The model's width."""
     slack: int = 0
@@ -54,8 +55,8 @@ class Sizes:
         )
 
     def without_drafter(self) -> "Sizes":
-        """Of plain decoding."""
-        return dataclasses.replace(self, drafter_weights=0, drafter_slot=0, slack=0)
+        """Of plain decoding; the slack stays, which is few slots and may be the cache's own."""
+        return dataclasses.replace(self, drafter_weights=0, drafter_slot=0)
 
 
 class MemoryShortage(ValueError):
@@ -69,7 +70,7 @@ def held(sizes: Sizes, rows: int, capacity: int) -> dict[str, int]:
         "target_weight_bytes": sizes.weights,
         "drafter_weight_bytes": sizes.drafter_weights,
         "cache_bytes": int(slots * sizes.slot),
-        "drafter_cache_bytes": slots * sizes.drafter_slot,
+        "drafter_cache_bytes": int(slots * sizes.drafter_slot),
     }
 
 
@@ -79,7 +80,7 @@ def peak(sizes: Sizes, max_length: int, max_batch: int) -> dict[str, int]:
     Growing, both caches are there, of the last capacity but one and of the last. Where several rows
     run, a request that takes one is prefilled in a cache of its own first.
     """
-    *smaller, capacity = ladder(CAPACITY_UNIT, CAPACITY_GROWTH, max_length + sizes.slack)
+    *smaller, capacity = capacities_for(max_length + sizes.slack)
     old = max_batch * smaller[-1] if smaller else 0
     own = capacity if max_batch > 1 else 0
     return {

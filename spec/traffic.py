@@ -16,10 +16,12 @@ from jax.sharding import AbstractMesh, NamedSharding
 
 from kimi_jax.axes import WHOLE
 from kimi_jax.config import ModelConfig
+from kimi_jax.model.cache import CACHE_AXES
 from kimi_jax.model.transformer import Kimi
 from kimi_jax.runtime.mesh import MESH_AXES, RULES
 from spec.eagle3.config import DrafterConfig
 from spec.eagle3.model import Eagle3, cache_axes, empty_cache
+from spec.economics import Number
 
 EMBEDDING = "embedding"
 """Held, but of it only the tokens' rows are read."""
@@ -38,7 +40,7 @@ class TargetBytes:
     """One routed expert in each layer that has them."""
     resident: int
     """All weights."""
-    slot: float
+    slot: Number
     """A row's cache slot in every layer: whole on each device, or its share of it."""
 
 
@@ -53,7 +55,8 @@ class DrafterBytes:
     fuse: int
     """What makes features of the target's streams: once a cycle."""
     resident: int
-    slot: int
+    slot: Number
+    """A row's slot, or this device's part of it."""
 
 
 def target_bytes(
@@ -93,6 +96,7 @@ def drafter_bytes(
     *,
     has_own_embedding: bool = False,
     has_own_head: bool = True,
+    cache: str = "replicated",
 ) -> DrafterBytes:
     """Of this drafter over `tensor=devices`, by default as the published Llama-style ones: with its
     own head, without its own embedding."""
@@ -111,8 +115,11 @@ def drafter_bytes(
         part = _DRAFTER_PARTS.get(path[0], "layer")
         held["fuse" if path[0] in ("fc", "fc_norm", "input_norm") else part] += num_bytes
     slots = jax.eval_shape(lambda: empty_cache(cfg, 1, 1, dtype))
+    # Latent rows of a cache in shares are cut by slots; this is one, which nothing cuts.
+    shares = devices if cache == "sequence" else 1
     slot = sum(
-        _on_device(leaf, axes, devices) for leaf, axes in zip(slots, cache_axes(cfg), strict=True)
+        _on_device(leaf, axes, devices) / (shares if axes == CACHE_AXES else 1)
+        for leaf, axes in zip(slots, cache_axes(cfg), strict=True)
     )
     return DrafterBytes(
         layer=held["layer"],

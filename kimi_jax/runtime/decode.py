@@ -105,7 +105,7 @@ class Block(NamedTuple):
     """Tokens of `tokens` that are real."""
     reasons: Int32[Array, " B"]
     cycles: Int32[Array, " B"]
-    """Steps since the state was made; so are the next two."""
+    """Steps since the row's request began; so are the next two."""
     drafted: Int32[Array, " B"]
     accepted: Int32[Array, "B depth"]
     log: TokenLog

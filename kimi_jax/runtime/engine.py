@@ -9,7 +9,7 @@ import dataclasses
 import logging
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -106,8 +106,8 @@ class Controller(Protocol):
     def choose(self, lengths: Sequence[int]) -> tuple[Proposal | None, int]:
         """What the cycles of the next block draft, and how many there are at most.
 
-        `lengths` are those of live rows. None is plain decoding, from which these rows do not come
-        back: the drafter sees nothing of it.
+        `lengths` are those of live rows. None is plain decoding, of which the drafter sees nothing:
+        rows that draft again after it draft from what it last saw, and are verified as ever.
         """
         ...
 
@@ -228,6 +228,7 @@ class Engine:
         max_batch: int,
         drafter: BoundDrafter | None = None,
         cache: str = "replicated",
+        few_programs: bool = False,
     ):
         check_cache(cache, mesh)
         self.cfg, self.mesh, self.rules = cfg, mesh, rules_for(mesh, cache)
@@ -238,13 +239,9 @@ class Engine:
         self.target_weights = weights
         self._weights = weights if drafter is None else (weights, drafter.weights)
         self.proposals = (None,) if drafter is None else drafter.proposals
-        # A cycle writes cache rows for all its tokens before it knows how many it keeps.
-        self._slack = max(0 if p is None else p.num_slots for p in self.proposals)
-        if self.rules.mesh_axes("S"):
-            # Each device masks as many slots of a tree, which reach a little further.
-            self._slack += mesh.size - 1
-        self.capacities = ladder(CAPACITY_UNIT, CAPACITY_GROWTH, max_length + self._slack)
-        self.batch_sizes = ladder(1, 2, max_batch)
+        self.slack = cycle_slack(self.proposals, mesh.size if self.rules.mesh_axes("S") else 1)
+        self.capacities = capacities_for(max_length + self.slack, few_programs=few_programs)
+        self.batch_sizes = ladder(1, max_batch if few_programs else 2, max_batch)
         self._everywhere = NamedSharding(mesh, PartitionSpec())
         self._buckets: set[tuple] = set()
         self._is_warm = False
@@ -523,7 +520,8 @@ class Engine:
     def _capacity(self, requests: Sequence[Request], lengths: Sequence[int]) -> int:
         limit = max(self.limit(r) for r in requests)
         soon = max(lengths) + MAX_BLOCK_TOKENS
-        return first_at_least(self.capacities, min(limit, max(soon, GROW_FROM)) + self._slack)
+        wanted = min(limit + self.slack, max(soon + self.slack, GROW_FROM))
+        return first_at_least(self.capacities, wanted)
 
     def prefill(self, state: DecodeState, num_tokens: int) -> DecodeState:
         """Fills the cache with the first `num_tokens` prompt tokens of every row."""
@@ -626,6 +624,7 @@ class Engine:
                     nothing = self.new_state([], batch=1, capacity=S)
                     self._enter("insert", B, S)
                     state = self._insert(state, nothing, np.int32(0))
+                    del nothing
                     jax.block_until_ready(state.cache)
                     yield "insert", B, S
                 # A row alone never takes in a longer request.
@@ -634,6 +633,8 @@ class Engine:
                     self._enter("grow", B, S, larger)
                     jax.block_until_ready(self._grow(state, capacity=larger).cache)
                     yield "grow", B, S, larger
+                # Its caches go before the next capacity's come.
+                del state
             if self._calibrate(B):
                 yield "measure", B
         for S in self.capacities if with_logits else ():
@@ -666,7 +667,7 @@ class Engine:
         requests = [Request(prompt=tuple(ids), params=free, stop_ids=())] * batch
         B = first_at_least(self.batch_sizes, batch)
         end = min(len(ids) + MAX_BLOCK_TOKENS, self.max_length)
-        S = first_at_least(self.capacities, end + self._slack)
+        S = first_at_least(self.capacities, end + self.slack)
         state = self.prefill(self.new_state(requests, batch=B, capacity=S), len(ids) - 1)
         nobody = np.zeros((B,), np.bool_)
         seconds: dict[Proposal | None, list[float]] = {proposal: [] for proposal in proposals}
@@ -772,14 +773,35 @@ def _chunks_within(capacity: int) -> list[int]:
 
 
 def ladder(first: int, growth: int, last: int) -> tuple[int, ...]:
-    """first, first * growth, ... and at the end the least multiple of `first` that holds `last`."""
+    """first, first * growth, ... and at the end the least multiple of `first` that holds `last`.
+
+    None but the last is more than half of it: a program for hardly less would not pay.
+    """
     top = -(-last // first) * first
     sizes = []
     size = first
-    while size < top:
+    while 2 * size <= top:
         sizes.append(size)
         size *= growth
     return (*sizes, top)
+
+
+def capacities_for(num_slots: int, *, few_programs: bool = False) -> tuple[int, ...]:
+    """The capacities of caches that have to hold so many slots a row at the longest."""
+    sizes = ladder(CAPACITY_UNIT, CAPACITY_GROWTH, num_slots)
+    if not few_programs:
+        return sizes
+    return tuple(size for size in sizes if size >= GROW_FROM) or sizes[-1:]
+
+
+def cycle_slack(proposals: Iterable[Proposal | None], num_shares: int = 1) -> int:
+    """Slots a row needs after its last token: a cycle writes rows for all its tokens before it
+    knows how many it keeps.
+
+    Of a cache shared out over devices each masks as many slots of a tree, which reach a little
+    further.
+    """
+    return max(0 if p is None else p.num_slots for p in proposals) + num_shares - 1
 
 
 def first_at_least(sizes: Sequence[int], wanted: int) -> int:

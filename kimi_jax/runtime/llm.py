@@ -61,6 +61,9 @@ class LLM:
         cache: "replicated" holds the latent cache whole on every device; "sequence" shares its
             slots out over the mesh, for long contexts: a share of the memory, two more exchanges
             a layer.
+        few_programs: compiles for one and `max_batch` rows only, and for caches of 4096 slots or
+            more: for large models, of which a program takes a minute to compile and a few slots
+            or rows more cost little beside the weights.
         dtype: "bfloat16" or "float32", of weights and activations; None takes bfloat16 on
             accelerators and float32 on a CPU. Packed INT4 stays packed with either.
         platform: "cpu" or "gpu"; an error where there is none. None takes JAX's default.
@@ -83,6 +86,7 @@ class LLM:
         max_length: int | None = None,
         max_batch: int = 8,
         cache: str = "replicated",
+        few_programs: bool = False,
         dtype: str | None = None,
         platform: str | None = None,
         latent_norm_eps: float | None = None,
@@ -138,6 +142,7 @@ class LLM:
             max_batch=max_batch,
             drafter=bound,
             cache=cache,
+            few_programs=few_programs,
         )
 
     @property
@@ -227,7 +232,10 @@ class LLM:
     def as_finished(self, replies: Iterable[Collector]) -> Iterator[tuple[int, Result]]:
         """Each reply's place and result, in the order in which they end.
 
-        A reply is asked for when a row is free to begin it, so there may be any number of them.
+        Replies are asked for as rows are free, and one ahead, so there may be any number of them.
+
+        Raises:
+            Exception: what asking for a reply raised; those on their way then end with the loop.
         """
         for index, reply, _ in self._drive(replies, is_streaming=False):
             if reply.finish != Finish.RUNNING:

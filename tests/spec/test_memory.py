@@ -47,9 +47,9 @@ def test_kimi_k25_over_eight_devices():
     sizes = Sizes.of(cfg, target.resident, target, drafter_bytes(own, 8, dtype), slack=3)
     assert 76.1e9 < sizes.weights < 76.3e9 and sizes.slot == 70_272
     parts = check_memory(sizes, 97_900_000_000, max_length=4096, max_batch=8)
-    # 4096 and 3 need a capacity of 4352, and until then there was one of 4096.
+    # 4096 and 3 need a capacity of 4352; before it there is one of 1024.
     assert parts["cache_bytes"] == 8 * 4352 * 70_272
-    assert parts["changing_cache_bytes"] == 8 * 4096 * (70_272 + sizes.drafter_slot)
+    assert parts["changing_cache_bytes"] == 8 * 1024 * (70_272 + sizes.drafter_slot)
     with pytest.raises(MemoryShortage, match="too little memory"):
         check_memory(sizes, 77_000_000_000, max_length=4096, max_batch=8)
 

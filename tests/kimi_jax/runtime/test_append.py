@@ -15,7 +15,7 @@ from kimi_jax.runtime.decode import (
     append,
     chunk_sizes,
 )
-from kimi_jax.runtime.engine import first_at_least, ladder
+from kimi_jax.runtime.engine import capacities_for, first_at_least, ladder
 from kimi_jax.runtime.sampling import MAX_LOGPROBS, Choice, SamplingParams, make_sampling_state
 
 RUNNING, STOP, LENGTH = Finish.RUNNING, Finish.STOP, Finish.LENGTH
@@ -216,5 +216,14 @@ def test_ladders_end_at_what_is_wanted():
     assert ladder(256, 4, 300) == (256, 512)
     assert ladder(256, 4, 100) == (256,)
     assert ladder(1, 2, 8) == (1, 2, 4, 8)
-    assert ladder(1, 2, 6) == (1, 2, 4, 6)
+    assert ladder(1, 2, 6) == (1, 2, 6)
+    # Of two neighbours one would be enough.
+    assert ladder(256, 4, 4096 + 3) == (256, 1024, 4352)
+
+
+def test_few_programs_for_large_models():
+    assert capacities_for(262144 + 3) == (256, 1024, 4096, 16384, 65536, 262400)
+    assert capacities_for(262144 + 3, few_programs=True) == (4096, 16384, 65536, 262400)
+    assert capacities_for(4096 + 3, few_programs=True) == (4352,)
+    assert capacities_for(300, few_programs=True) == (512,)
     assert [first_at_least((1, 2, 4, 6), n) for n in (1, 2, 3, 5, 6)] == [1, 2, 4, 6, 6]

@@ -95,12 +95,13 @@ def test_unpacked_experts_on_eight_devices(make_llm, make_folder, ids, on):
 def test_a_cache_shared_out_over_the_devices(
     make_llm, llm, monkeypatch, ids, on, assert_close_to_scale
 ):
-    """Also as it grows, which moves nothing."""
+    """Also as it grows, which moves nothing, and as rows that end take the next request."""
     monkeypatch.setattr(engines, "GROW_FROM", 256)
-    shared = make_llm("tensor=8", cache="sequence", max_length=320)
+    shared = make_llm("tensor=8", cache="sequence", max_length=320, max_batch=2)
     layer = shared.engine.abstract_state(2, 256).cache.layers[0]
     assert layer.sharding.shard_shape(layer.shape) == (2 * 256 // 8, layer.shape[1])
-    prompts, params = [ids(180), ids(3, 1)], on(130, temperature=0.8, seed=3)
+    prompts = [ids(180), ids(3, 1), ids(40, 2), ids(9, 3), ids(1, 4)]
+    params = [on(n, temperature=0.8, seed=3) for n in (130, 7, 20, 1, 12)]
     ours, theirs = (each.generate(prompts, params) for each in (shared, llm))
     assert [r.token_ids for r in ours] == [r.token_ids for r in theirs]
     assert_close_to_scale(shared.logits(ids(20)), llm.logits(ids(20)), 1e-5)
