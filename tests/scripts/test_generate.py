@@ -210,6 +210,7 @@ def test_options_reach_the_model(loaded, tiny, capsys):
         "dtype": "bfloat16",
         "platform": "cpu",
         "latent_norm_eps": 1e-5,
+        "cache": "replicated",
         "progress": True,
     }
 
