@@ -290,6 +290,8 @@ def _read_launches(folder: Path, *, is_loop: bool) -> Launches:
     # The second file appears only where a pass changed the list.
     files = sorted(folder.glob("*thunk_sequence_after_thunk_passes.txt"))
     files = files or sorted(folder.glob("*thunk_sequence.txt"))
+    if not files:
+        raise LaunchListError(f"the compiler left no launch list in {folder}: can it be written?")
     nodes = launch_list.parse("\n".join(file.read_text() for file in files))
     metadata = sorted(folder.glob("*thunk_metadata.txt"))
     names = launch_list.read_metadata("\n".join(file.read_text() for file in metadata))
@@ -298,7 +300,7 @@ def _read_launches(folder: Path, *, is_loop: bool) -> Launches:
         "\n".join(file.read_text() for file in final), names.values()
     )
     launches = launch_list.launches_of(launch_list.annotate(nodes, names, program), is_loop=is_loop)
-    collectives = launches.all_reduces + launches.all_gathers
+    collectives = launches.all_reduces + launches.all_gathers + launches.all_to_alls
     if unknown := [x.number for x in collectives if not x.num_bytes]:
         raise LaunchListError(f"collectives without an instruction: {unknown}")
     return launches

@@ -74,6 +74,7 @@ from spec.training.drafters import new_config  # noqa: E402
 from spec.tree import Chain  # noqa: E402
 
 PROGRAMS = ("step", "verify", "cycle", "prefill")
+DEFAULT_SHAPES = "kimi"
 MOST_ROWS = 64
 DTYPE = jnp.dtype(jnp.bfloat16)
 
@@ -89,7 +90,12 @@ def main() -> None:
     add("--config", default="kimi-k2.5", help="kimi-k2.5 (default), tiny, or a model's folder")
     add("--draft-tokens", type=int, default=3, metavar="K", help="drafted a cycle (3)")
     add("--batch", type=int, default=1, help="rows that decode together (1)")
-    add("--capacity", type=int, default=8192, help="cache slots a row (8192)")
+    add(
+        "--capacity",
+        type=int,
+        default=8192,
+        help=f"cache slots a row, a multiple of {CAPACITY_UNIT} from {PREFILL_SIZES[-1]} on (8192)",
+    )
     add("--cache", choices=CACHES, default="replicated", help="where the latent cache lies")
     add("--programs", nargs="+", choices=PROGRAMS, default=list(PROGRAMS))
     add("--layers", type=int, help="compiles the first so many layers only, to be quick")
@@ -101,7 +107,7 @@ def main() -> None:
         help="leaves collectives out of CUDA graphs",
     )
     add("--ops", nargs="*", choices=OPS, help="single kernels instead (all)")
-    add("--shapes", default="kimi", help="with --ops: prefix of the named shapes (kimi)")
+    add("--shapes", help="with --ops: prefix of the named shapes (kimi)")
     args = parser.parse_args()
     try:
         if args.ops is not None:
@@ -115,7 +121,9 @@ def main() -> None:
     # A program that a cache gives leaves no dump to read.
     jax.config.update("jax_enable_compilation_cache", False)
     if job is None:
-        sys.exit(check_ops(args.hardware or list(HARDWARE), args.ops or list(OPS), args.shapes))
+        sys.exit(
+            check_ops(args.hardware or list(HARDWARE), args.ops or list(OPS), args.shapes or "kimi")
+        )
     set_gpu_flags(collectives_in_graphs=not args.collectives_outside_graphs)
     sys.exit(check_programs(job))
 
@@ -133,8 +141,8 @@ def check_alone(parser: argparse.ArgumentParser, args: argparse.Namespace) -> No
         raise ValueError(
             f"--ops compiles single kernels at their named shapes; it takes no {names}"
         )
-    shapes = [s for op in args.ops or OPS for s in OPS[op].specs if s.startswith(args.shapes)]
-    if not shapes:
+    prefix = args.shapes or DEFAULT_SHAPES
+    if not any(s.startswith(prefix) for op in args.ops or OPS for s in OPS[op].specs):
         raise ValueError(f"--shapes {args.shapes!r}: no named shape begins so")
 
 
@@ -168,6 +176,8 @@ class Job:
         Raises:
             ValueError: an option out of range, or a mesh that does not divide model or drafter.
         """
+        if args.shapes is not None:
+            raise ValueError("--shapes is of single kernels: only with --ops")
         names = args.hardware or ["rtx-pro-6000"]
         if len(names) > 1:
             raise ValueError(f"--hardware names {len(names)} GPUs; programs are compiled for one")

@@ -37,14 +37,16 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import jax
+from jax.sharding import AbstractMesh
 
 from kimi_jax import DEMO, LLM, Result, SamplingParams
 from kimi_jax.checkpoint.reader import CheckpointError, resolve
+from kimi_jax.config import ModelConfig
 from kimi_jax.runtime.conditions import conditions
 from kimi_jax.runtime.decode import MAX_DRAFT_DEPTH
 from kimi_jax.runtime.flags import set_gpu_environment, set_gpu_flags, simulate_mesh
 from kimi_jax.runtime.llm import DTYPES
-from kimi_jax.runtime.mesh import CACHES, MeshError, parse_mesh
+from kimi_jax.runtime.mesh import CACHES, MESH_AXES, MeshError, parse_mesh
 from kimi_jax.runtime.prompts import merge_sampling
 from kimi_jax.runtime.replies import Piece
 from kimi_jax.runtime.requests import INSTANT_SAMPLING, THINKING_SAMPLING
@@ -223,6 +225,10 @@ def read_drafter(args: argparse.Namespace, *, may_sample: bool) -> Eagle3Drafter
         ValueError: options that are wrong, or would be ignored since no reply is sampled.
     """
     path = args.drafter or ("demo" if args.model == "demo" else "none")
+    if args.drafter is None and path == "demo" and (why := _demo_obstacle(args.mesh)) is not None:
+        # It was not asked for, and a reply is the same without it.
+        print(f"decoding without the demo's own drafter: {why}", file=sys.stderr)
+        path = "none"
     if path == "none":
         given = {
             "--draft-tokens": args.draft_tokens is not None,
@@ -257,6 +263,19 @@ def read_drafter(args: argparse.Namespace, *, may_sample: bool) -> Eagle3Drafter
         lossy_threshold=args.lossy_threshold,
         taps=_numbers("--taps", args.taps),
     )
+
+
+def _demo_obstacle(mesh: str | None) -> str | None:
+    """Why the demo's drafter cannot be cut over this mesh; None if it can."""
+    sizes = {} if mesh is None else parse_mesh(mesh)
+    shape = tuple(sizes.get(axis, 1) for axis in MESH_AXES)
+    try:
+        load_drafter(DEMO_DRAFTER).check(
+            ModelConfig.from_folder(DEMO), AbstractMesh(shape, MESH_AXES)
+        )
+    except MeshError as error:
+        return str(error)
+    return None
 
 
 def _numbers(option: str, text: str | None) -> tuple[int, ...] | None:

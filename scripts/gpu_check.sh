@@ -39,19 +39,21 @@ if [[ -n ${missing// /} ]]; then
     exit 2
 fi
 
+began=$(mktemp) || exit 2
+trap 'rm -f "$began"' EXIT
 command=("$PYTHON" "$ROOT/scripts/gpu_check.py" --out "$OUT" "$@")
 command -v timeout >/dev/null && command=(timeout -k 5 "$LIMIT" "${command[@]}")
 "${command[@]}"
 status=$?
 if ((status == 124 || status == 137)); then
+    # A file of an earlier run stays, and is not this run's.
+    if [[ ! $OUT -nt $began ]]; then
+        echo "gpu_check.sh: stopped after $LIMIT s before anything was measured" >&2
+        echo "{\"all_right\": false, \"not_run\": [\"all: stopped after $LIMIT s\"]}"
+        exit 1
+    fi
     echo "gpu_check.sh: stopped after $LIMIT s in the middle of a part; $OUT has the others" >&2
-    "$PYTHON" - "$OUT" <<'CODE'
-import json
-import sys
-
-with open(sys.argv[1], encoding="utf-8") as file:
-    print(json.dumps(json.load(file)))
-CODE
+    "$PYTHON" -c 'import json, sys; print(json.dumps(json.load(open(sys.argv[1]))))' "$OUT"
     exit 1
 fi
 exit "$status"

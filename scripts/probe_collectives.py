@@ -55,7 +55,7 @@ LEAST_MICROSECONDS = 0.01
 
 def sizes_between(least: int, most: int) -> tuple[int, ...]:
     """Powers of two from `least` to `most` bytes."""
-    return tuple(1 << e for e in range(least.bit_length() - 1, most.bit_length()))
+    return tuple(1 << e for e in range((least - 1).bit_length(), most.bit_length()))
 
 
 def _chain(kind: str, axes: tuple[str, ...], turns: int, x: jax.Array, own: jax.Array):
@@ -229,6 +229,8 @@ def read_options(parser: argparse.ArgumentParser) -> argparse.Namespace:
             f"{1 << 30}"
         )
     args.sizes = sizes_between(args.least, args.most)
+    if not args.sizes:
+        parser.error(f"no power of two lies between --least {args.least} and --most {args.most}")
     if args.out is not None and not args.out.parent.is_dir():
         parser.error(f"--out {args.out}: no such folder")
     return args

@@ -162,7 +162,7 @@ class Eagle3Drafter:
         K = DEFAULT_DRAFT_TOKENS if self.num_draft_tokens is None else self.num_draft_tokens
         return (Chain(int(K)),)
 
-    def check(self, cfg: ModelConfig, mesh: Mesh) -> None:
+    def check(self, cfg: ModelConfig, mesh: Mesh | AbstractMesh) -> None:
         """Refuses a target or mesh the drafter's configuration does not fit; reads that alone.
 
         Raises:
@@ -173,7 +173,7 @@ class Eagle3Drafter:
         folder = resolve(self.path_or_id, revision=self.revision, patterns=("config.json",))
         self._config(folder, cfg, mesh)
 
-    def _config(self, folder: Path, cfg: ModelConfig, mesh: Mesh) -> DrafterConfig:
+    def _config(self, folder: Path, cfg: ModelConfig, mesh: Mesh | AbstractMesh) -> DrafterConfig:
         taps = None if self.taps is None else tuple(self.taps)
         own = DrafterConfig.from_folder(folder, num_target_layers=cfg.num_hidden_layers, taps=taps)
         check_target(own, cfg)
@@ -396,6 +396,8 @@ def check_mesh(cfg: DrafterConfig, mesh: Mesh | AbstractMesh) -> None:
         "draft_vocab_size": cfg.draft_vocab_size,
     }
     if bad := [f"{name} {size}" for name, size in sizes.items() if size % mesh.size]:
+        working = [n for n in range(1, mesh.size) if not any(size % n for size in sizes.values())]
         raise MeshError(
-            f"a mesh of {mesh.size} devices does not divide the drafter: {', '.join(bad)}"
+            f"a mesh of {mesh.size} devices does not divide the drafter: {', '.join(bad)}. Numbers "
+            f"that do: {', '.join(map(str, working))}; or decode without one"
         )

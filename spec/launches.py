@@ -127,6 +127,10 @@ def read_counts(
         def a_draft(figure: str) -> float:
             return (cycle[figure] - step[figure]) / drafts
 
+        counted = [nodes(step), nodes(cycle) - nodes(step)]
+        counted += [step["all_reduces"]] if devices > 1 else []
+        if run.get("failures") or drafts < 1 or min(counted) <= 0:
+            raise ValueError(f"{where}: not of a compilation that went well: counts of nothing")
         # What is outside graphs is so in every layer.
         host_a_layer = 2 * step["all_reduces_per_layer_most"] if host(step) > layers else 0
         return Counts(

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxtyping import Array, Bool, Float, Int
 
-from kernels_pallas import dispatch, tiles
+from kernels_pallas import dispatch, shapes, tiles
 from kernels_pallas.mla_attention import reference
 
 
@@ -26,8 +26,10 @@ def mla_attention(
 
     Raises:
         ImplementationError: the one named cannot run; the message says why.
+        ShapeError: the operands are no call of it.
     """
     operands = q_latent, q_rope, cache, last
+    _check(*operands, tree_mask)
     choice = _choose(implementation, *operands)
     if not choice.is_kernel:
         return reference.mla_attention(*operands, scale=scale, tree_mask=tree_mask)
@@ -48,12 +50,29 @@ def mla_attention_with_lse(
 
     Raises:
         ImplementationError: the one named cannot run; the message says why.
+        ShapeError: the operands are no call of it.
     """
     operands = q_latent, q_rope, cache, last
+    _check(*operands, tree_mask)
     choice = _choose(implementation, *operands)
     if not choice.is_kernel:
         return reference.mla_attention_with_lse(*operands, scale=scale, tree_mask=tree_mask)
     return _kernel(choice, *operands, scale=scale, tree_mask=tree_mask)
+
+
+def _check(q_latent: Any, q_rope: Any, cache: Any, last: Any, tree_mask: Any) -> None:
+    op = "mla_attention"
+    sizes = shapes.bind(
+        op,
+        q_latent=(q_latent, "B T N C"),
+        q_rope=(q_rope, "B T N R"),
+        last=(last, "B T"),
+        tree_mask=(tree_mask, "B T X"),
+    )
+    shapes.check_cache(op, cache, sizes)
+    shapes.require_integers(op, last=last)
+    S, X = cache.shape[0] // sizes["B"], sizes.get("X", 0)
+    shapes.require(op, X <= S, f"a tree_mask of at most {S} slots, not {X}")
 
 
 def _choose(

@@ -6,7 +6,7 @@ imported where a kernel runs: Pallas takes a while to import.
 
 from jaxtyping import Array, Float, Int
 
-from kernels_pallas import dispatch, tiles
+from kernels_pallas import dispatch, shapes, tiles
 from kernels_pallas.mla_inputs import reference
 from kernels_pallas.mla_inputs.reference import MlaInputs as MlaInputs
 from kernels_pallas.slots import ALL, Share
@@ -33,8 +33,25 @@ def mla_inputs(
 
     Raises:
         ImplementationError: the one named cannot run; the message says why.
+        ShapeError: the operands are no call of it.
     """
     operands = q, kv, gain, w_uk, cos, sin, cache, start
+    op = "mla_inputs"
+    sizes = shapes.bind(
+        op,
+        q=(q, "B T N UR"),
+        kv=(kv, "B T CR"),
+        gain=(gain, "C"),
+        w_uk=(w_uk, "N U C"),
+        cos=(cos, "B T half"),
+        sin=(sin, "B T half"),
+        start=(start, "B"),
+    )
+    U, C, R = sizes["U"], sizes["C"], 2 * sizes["half"]
+    shapes.require(op, sizes["UR"] == U + R, f"queries {U + R} wide, U + R, not {sizes['UR']}")
+    shapes.require(op, sizes["CR"] == C + R, f"kv {C + R} wide, C + R, not {sizes['CR']}")
+    shapes.check_cache(op, cache, sizes | {"R": R})
+    shapes.require_integers(op, start=start)
 
     def obstacle() -> str | None:
         from kernels_pallas.mla_inputs import pallas_triton

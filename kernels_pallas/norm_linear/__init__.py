@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from kernels_pallas import dispatch, tiles
+from kernels_pallas import dispatch, shapes, tiles
 from kernels_pallas.norm_linear import reference
 from kernels_pallas.norm_linear.reference import Normed as Normed
 
@@ -28,7 +28,18 @@ def norm_linear(
 
     Raises:
         ImplementationError: the one named cannot run; the message says why.
+        ShapeError: the operands are no call of it.
     """
+
+    op = "norm_linear"
+    sizes = shapes.bind(op, gain=(gain, "D"))
+    for number, kernel in enumerate(kernels):
+        shapes.bind(op, gain=(gain, "D"), **{f"kernels[{number}]": (kernel, "D _")})
+    D = sizes["D"]
+    shapes.require(op, x.shape[-1] == D and x.size > 0, f"x [..., {D}], not {list(x.shape)}")
+    if delta is not None:
+        expected = f"delta {list(x.shape)}, as x, not {list(delta.shape)}"
+        shapes.require(op, delta.shape == x.shape, expected)
 
     def obstacle() -> str | None:
         from kernels_pallas.norm_linear import pallas_triton

@@ -6,7 +6,7 @@ is imported where a kernel runs: Pallas takes a while to import.
 
 from jaxtyping import Array, Bool, Float
 
-from kernels_pallas import dispatch
+from kernels_pallas import dispatch, shapes
 from kernels_pallas.router import reference
 from kernels_pallas.router.reference import Choosing as Choosing
 from kernels_pallas.router.reference import Routing as Routing
@@ -24,7 +24,15 @@ def choose_experts(
 
     Raises:
         ImplementationError: the one named cannot run; the message says why.
+        ShapeError: the operands are no call of it.
     """
+
+    shapes.bind(
+        "choose_experts",
+        logits_f32=(logits_f32, "T E"),
+        bias_f32=(bias_f32, "E"),
+        is_real=(is_real, "T"),
+    )
 
     def obstacle() -> str | None:
         from kernels_pallas.router import pallas_triton
