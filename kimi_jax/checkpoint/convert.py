@@ -8,7 +8,6 @@ killed: whole pieces stay. It knows nothing of the model's code.
 
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import os
 import shutil
@@ -21,6 +20,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
+from kimi_jax import locks
 from kimi_jax.checkpoint.arrays import crc32_of, write_arrays
 from kimi_jax.checkpoint.converted import (
     PIECES,
@@ -335,12 +335,10 @@ def _copy_small_files(source: Path, out: Path) -> None:
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     """Keeps a second process out of the folder."""
-    lock = os.open(folder, os.O_RDONLY)
+    opened = os.open(folder, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise CheckpointError(folder, ["another process is converting into it"]) from None
+        if not locks.take(opened):
+            raise CheckpointError(folder, ["another process is converting into it"])
         yield
     finally:
-        os.close(lock)
+        os.close(opened)
