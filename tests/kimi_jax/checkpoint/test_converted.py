@@ -612,14 +612,16 @@ def test_the_hub_s_hashes_tell_sources_apart(source, tmp_path, monkeypatch):
     assert read_record(out).source["hashes"] == {"model.safetensors": "1" * 64}
     monkeypatch.setattr(convert, "known_hashes", lambda folder: {"model.safetensors": "2" * 64})
     refused(source, out, "was begun from another source", "model.safetensors: '111")
-    # A page that is written anew is not another model.
-    pages = {"model.safetensors": "1" * 64, "README.md": "3" * 40}
-    monkeypatch.setattr(convert, "known_hashes", lambda folder: pages)
-    assert run(source, out)["pieces_written"] == 0
-    monkeypatch.setattr(convert, "known_hashes", lambda folder: pages | {"README.md": "4" * 40})
-    assert run(source, out)["pieces_written"] == 0
     # A copy without hashes is not another one.
     monkeypatch.setattr(convert, "known_hashes", lambda folder: {})
+    assert run(source, out)["pieces_written"] == 0
+
+
+def test_a_page_of_the_hub_that_is_written_anew_is_not_another_model(source, tmp_path, monkeypatch):
+    weights, out = {"model.safetensors": "1" * 64}, tmp_path / "out"
+    monkeypatch.setattr(convert, "known_hashes", lambda _: weights | {"README.md": "3" * 40})
+    run(source, out)
+    monkeypatch.setattr(convert, "known_hashes", lambda _: weights | {"README.md": "4" * 40})
     assert run(source, out)["pieces_written"] == 0
 
 
