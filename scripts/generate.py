@@ -240,13 +240,7 @@ def read_drafter(args: argparse.Namespace, *, may_sample: bool) -> Eagle3Drafter
         if names := [name for name, is_given in given.items() if is_given]:
             raise ValueError(f"only with a --drafter: {', '.join(names)}")
         return None
-    if not may_sample:
-        given = {
-            "--sample-drafts": args.sample_drafts,
-            "--lossy-threshold": args.lossy_threshold is not None,
-        }
-        if names := [name for name, is_given in given.items() if is_given]:
-            raise ValueError(f"only with a --temperature over 0: {', '.join(names)}")
+    check_drafts_matter(args, may_sample=may_sample)
     K = args.draft_tokens
     if K is not None and K != AUTO:
         if not (K.isascii() and K.isdecimal()) or int(K) > MAX_DRAFT_DEPTH:
@@ -276,6 +270,20 @@ def _demo_obstacle(mesh: str | None) -> str | None:
     except MeshError as error:
         return str(error)
     return None
+
+
+def check_drafts_matter(args: argparse.Namespace, *, may_sample: bool) -> None:
+    """Refuses what greedy replies would ignore.
+
+    Raises:
+        ValueError: names the options.
+    """
+    given = {
+        "--sample-drafts": args.sample_drafts,
+        "--lossy-threshold": args.lossy_threshold is not None,
+    }
+    if not may_sample and (names := [name for name, is_given in given.items() if is_given]):
+        raise ValueError(f"only with a --temperature over 0: {', '.join(names)}")
 
 
 def _numbers(option: str, text: str | None) -> tuple[int, ...] | None:

@@ -2,7 +2,8 @@
 
     python scripts/profile_cycle.py                                      about a minute on two cores
     python scripts/profile_cycle.py --context 64,512 --draft-tokens 3 --trace traces
-    python scripts/profile_cycle.py --model FOLDER --drafter FOLDER --mesh tensor=8
+    python scripts/profile_cycle.py --model FOLDER --drafter FOLDER --mesh tensor=8 \\
+        --cache sequence --context 512,8192,65536 --prompts LONG.txt
 
 For every context length, blocks of plain steps and of cycles take turns, without the JAX profiler
 and while it records. Wall time of the recorded blocks is shared out among the stages
@@ -24,7 +25,8 @@ while the profiler records, unless told --xla_enable_command_buffers_during_prof
 then kernels are told apart by their names and order. Not tried on a GPU.
 
 The text is --prompts (a text file, or .jsonl with "prompt" or "text" in every row), or Python's own
-functools.py. Prints a table for each context, then one JSON line: a row for each context and stage.
+functools.py; it must be as long as the longest context and a block. Prints a table for each
+context, then one JSON line: a row for each context and stage.
 """
 
 import argparse
@@ -47,20 +49,23 @@ from kimi_jax.checkpoint.reader import resolve
 from kimi_jax.config import ModelConfig
 from kimi_jax.runtime.conditions import conditions
 from kimi_jax.runtime.decode import MAX_BLOCK_TOKENS, MAX_DRAFT_DEPTH
-from kimi_jax.runtime.flags import set_gpu_flags, simulate_mesh
-from kimi_jax.runtime.mesh import parse_mesh
+from kimi_jax.runtime.flags import set_gpu_environment, set_gpu_flags, simulate_mesh
+from kimi_jax.runtime.llm import SMALL_FILES
+from kimi_jax.runtime.mesh import CACHES, parse_mesh
 from kimi_jax.runtime.program import Program
 from kimi_jax.runtime.trace import (
     TRACING,
     WINDOW,
-    Shares,
+    Attribution,
+    attribute_windows,
     newest,
     read_recording,
     recorded,
     recording_seconds,
-    share_windows,
 )
+from kimi_jax.text.tokenizer import Tokenizer
 from spec import DEMO_DRAFTER, load_drafter
+from spec.eagle3.config import DrafterConfig
 from spec.economics import break_even, distinct_experts, speedup
 from spec.stages import STAGES, Facts, Timed, stage_of, verdict
 from spec.tree import Chain
@@ -88,6 +93,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--repeats", type=int, default=6, help="blocks recorded of each (default: %(default)s)")
     add("--trace", type=Path, metavar="DIR", help="keep the recordings here")
     add("--mesh", help="devices to cut the model over: tensor=8 or expert=4,tensor=2")
+    add("--cache", choices=CACHES, default="replicated", help="where the latent cache lies")
     add("--dtype", choices=("float32", "bfloat16"))
     return parser
 
@@ -149,15 +155,15 @@ def contexts_within(wanted: Sequence[int] | None, limits: Mapping[str, int]) -> 
 
 
 class Turn(NamedTuple):
-    """A block of one form: seconds of a cycle without the profiler, and a recorded one's shares."""
+    """A block of one form: seconds of a cycle without the profiler, and what recorded ones took."""
 
     bare_seconds: float
-    shares: Shares
+    recorded: Attribution
 
     @property
     def size(self) -> float:
         """Both together, to tell usual turns from odd ones."""
-        return self.bare_seconds + 1e-9 * sum(self.shares.nanoseconds.values())
+        return self.bare_seconds + 1e-9 * sum(self.recorded.nanoseconds.values())
 
 
 def profile(
@@ -203,11 +209,11 @@ def profile(
             traces.append(read_recording(own))
             bar.update()
         gives = place.tokens_per_cycle(forms[CYCLE]) if CYCLE in forms else 1.0
-    shared = share_windows(traces, programs, stage_of, recording=1e9 * recording)
+    windows = attribute_windows(traces, programs, stage_of, recording=1e9 * recording)
     timed = {}
     for name, seconds in bare.items():
-        shares = [shares for window, shares in shared if window.name == name]
-        timed[name] = usual(list(map(Turn, seconds, shares)), cycles)
+        own = [attributed for window, attributed in windows if window.name == name]
+        timed[name] = usual(list(map(Turn, seconds, own)), cycles)
     return timed, gives
 
 
@@ -219,16 +225,16 @@ def usual(turns: Sequence[Turn], cycles: int) -> Timed:
     """
     outside = len(turns) // 4
     kept = sorted(turns, key=lambda turn: turn.size)[outside : len(turns) - outside]
-    every = [turn.shares for turn in kept]
-    stages = [stage for stage in STAGES if any(stage in s.nanoseconds for s in every)]
+    every = [turn.recorded for turn in kept]
+    stages = [stage for stage in STAGES if any(stage in a.nanoseconds for a in every)]
     total = len(kept) * cycles
     return Timed(
         seconds={
-            stage: 1e-9 * sum(s.nanoseconds.get(stage, 0.0) for s in every) / total
+            stage: 1e-9 * sum(a.nanoseconds.get(stage, 0.0) for a in every) / total
             for stage in stages
         },
         cycle_seconds=statistics.fmean(turn.bare_seconds for turn in kept),
-        events=sum(s.num_events for s in every) / total,
+        events=sum(a.num_events for a in every) / total,
     )
 
 
@@ -246,13 +252,13 @@ def stage_rows(context: int, timed: dict[str, Timed]) -> list[dict[str, Any]]:
             row["ms_cycle"] = round(1e3 * its, 4)
             row["over_step"] = round(its / own, 2) if own else None
         slow = step if cycle is None else cycle
-        row["share"] = None if stage == TRACING else round(slow.share(stage), 4)
+        row["fraction"] = None if stage == TRACING else round(slow.fraction(stage), 4)
         rows.append(row)
     return rows
 
 
 def summary(
-    llm: LLM, context: int, K: int, timed: dict[str, Timed], gives: float
+    llm: LLM, context: int, K: int, cache: str, timed: dict[str, Timed], gives: float
 ) -> dict[str, Any]:
     """What a cycle costs and gives at this context, and the verdict."""
     cfg, step, cycle = llm.cfg, timed[STEP], timed.get(CYCLE)
@@ -265,6 +271,7 @@ def summary(
         distinct_verify=distinct_experts(K + 1, E, A),
         num_experts=E,
         devices=llm.mesh.size,
+        cache=cache,
     )
     out: dict[str, Any] = {"context": context, "draft_tokens": K}
     for name, each in timed.items():
@@ -290,16 +297,16 @@ def show(rows: list[dict[str, Any]], told: dict[str, Any]) -> None:
     has_cycle = "ms_cycle" in told
     print(f"\ncontext {told['context']}, {told['draft_tokens']} draft tokens")
     head = f"{'stage':14}{'ms step':>10}"
-    print(head + (f"{'ms cycle':>10}{'over step':>11}" if has_cycle else "") + f"{'share':>8}")
+    print(head + (f"{'ms cycle':>10}{'over step':>11}" if has_cycle else "") + f"{'fraction':>10}")
 
-    def line(name: str, step: float, cycle: float | None, share: float | None) -> None:
+    def line(name: str, step: float, cycle: float | None, fraction: float | None) -> None:
         text = f"{name:14}{step:10.3f}"
         if cycle is not None:
             text += f"{cycle:10.3f}" + (f"{cycle / step:11.2f}" if step else f"{'':11}")
-        print(text + ("" if share is None else f"{100 * share:6.1f} %"))
+        print(text + ("" if fraction is None else f"{100 * fraction:8.1f} %"))
 
     for row in rows:
-        line(row["name"], row["ms_step"], row.get("ms_cycle"), row["share"])
+        line(row["name"], row["ms_step"], row.get("ms_cycle"), row["fraction"])
     line("recorded", told["ms_step_recorded"], told.get("ms_cycle_recorded"), None)
     line("not recorded", told["ms_step"], told.get("ms_cycle"), None)
     ratios = [
@@ -322,34 +329,40 @@ def main() -> None:
     args = read_options(parser)
     simulate_mesh(args.mesh)
     set_gpu_flags()
+    set_gpu_environment()
     model = DEMO if args.model == "demo" else args.model
     K = args.draft_tokens
     rows, summaries = [], []
     with tempfile.TemporaryDirectory() as scratch:
         try:
-            cfg = ModelConfig.from_folder(resolve(model, patterns=("config.json",)))
-            limits = {"the model": cfg.max_position_embeddings}
-            contexts_within(args.context, limits)
+            # Everything the small files can tell comes first: loading takes long.
+            files = resolve(model, patterns=SMALL_FILES)
+            cfg = ModelConfig.from_folder(files)
+            text = Tokenizer.from_folder(files).encode(args.text)
+            limits = {
+                "the model": cfg.max_position_embeddings,
+                "the text (--prompts takes a longer one)": len(text),
+            }
+            if K:
+                # Past its own positions, decoding goes on without the drafter.
+                limits["the drafter"] = _drafter_positions(args.drafter, cfg)
+            contexts = contexts_within(args.context, limits)
             llm = LLM(
                 model,
                 drafter=load_drafter(args.drafter, num_draft_tokens=K) if K else None,
                 mesh=args.mesh,
+                cache=args.cache,
                 dtype=args.dtype,
-                max_length=_max_length(args.context, cfg),
+                max_length=contexts[-1] + MAX_BLOCK_TOKENS,
                 max_batch=1,
                 progress=sys.stderr.isatty(),
             )
-            text = llm.tokenizer.encode(args.text)
-            limits["the text"] = len(text)
-            if K:
-                # Past its own positions, decoding goes on without the drafter.
-                limits["the drafter"] = llm.engine.drafter.cfg.max_position_embeddings
-            contexts = contexts_within(args.context, limits)
             recording = recording_seconds(Path(scratch))
             for context in contexts:
                 folder = Path(args.trace or scratch) / f"context-{context}"
                 timed, gives = profile(llm, text, context, args, folder, recording)
-                own, told = stage_rows(context, timed), summary(llm, context, K, timed, gives)
+                own = stage_rows(context, timed)
+                told = summary(llm, context, K, args.cache, timed, gives)
                 show(own, told)
                 if args.trace is not None:
                     last = newest(folder / f"turn-{args.repeats - 1}", "perfetto_*.json.gz")
@@ -366,6 +379,7 @@ def main() -> None:
         repeats=args.repeats,
         dtype=llm.dtype,
         mesh=dict(llm.mesh.shape),
+        cache=args.cache,
         config=llm.cfg.to_dict(),
         recording_us=round(1e6 * recording, 3),
         text=str(args.prompts or "functools.py of this interpreter"),
@@ -374,10 +388,10 @@ def main() -> None:
     print(json.dumps({"rows": rows, "contexts": summaries, "conditions": facts}))
 
 
-def _max_length(contexts: Sequence[int] | None, cfg: ModelConfig) -> int:
-    """Room for the longest context and its block, as far as the model goes."""
-    wanted = max(contexts or CONTEXTS) + MAX_BLOCK_TOKENS
-    return min(wanted, cfg.max_position_embeddings)
+def _drafter_positions(drafter: str, target: ModelConfig) -> int:
+    folder = resolve(drafter, patterns=("config.json",))
+    cfg = DrafterConfig.from_folder(folder, num_target_layers=target.num_hidden_layers)
+    return cfg.max_position_embeddings
 
 
 if __name__ == "__main__":

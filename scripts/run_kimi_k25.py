@@ -6,9 +6,10 @@
 
 What it does, in order, and each step says what it found on stderr: sets XLA, NCCL and the cache of
 compiled programs up; reads the checkpoint's small files and every prompt; looks at the devices
-(enough of them, alike, none missed for want of a driver); with --probe measures the collectives
-(`scripts/probe_collectives.py`) into --probe-out; compares what the run needs with the memory the
-devices have, and says what would fit; loads; compiles every program, with the time of each; runs.
+(enough of them, alike, none missed for want of a driver); compares what the run needs with the
+memory they have, and says what would fit; with a hub id, downloads; looks at what an earlier run
+has answered; with --probe measures the collectives (`scripts/probe_collectives.py`) into
+--probe-out; loads; compiles every program, with the time of each; runs.
 
 --chat keeps the conversation: /reset begins a new one, /help lists the commands, Ctrl-C ends a
 reply, Ctrl-D or /quit the program. --prompts takes rows `{"id", "prompt"}` or `{"id", "messages",
@@ -44,6 +45,7 @@ from generate import (
     add_drafter_options,
     add_machine_options,
     add_sampling_options,
+    check_drafts_matter,
     check_machine_options,
     given_sampling,
     model_path,
@@ -55,10 +57,12 @@ from jax.sharding import AbstractMesh, Mesh
 from tqdm import tqdm
 
 from kimi_jax import LLM, SamplingParams
+from kimi_jax.checkpoint.fingerprint import checkpoint_fingerprint
 from kimi_jax.checkpoint.reader import resolve
 from kimi_jax.config import ModelConfig
 from kimi_jax.runtime import flags, machine
 from kimi_jax.runtime.conditions import conditions
+from kimi_jax.runtime.engine import cycle_slack
 from kimi_jax.runtime.llm import DTYPES, SMALL_FILES
 from kimi_jax.runtime.mesh import (
     MESH_AXES,
@@ -69,7 +73,7 @@ from kimi_jax.runtime.mesh import (
     parse_mesh,
 )
 from kimi_jax.runtime.placement import abstract_model, bytes_per_device
-from kimi_jax.runtime.prompts import PromptRow, ReplyFile, digest, merge_sampling, read_prompts
+from kimi_jax.runtime.prompts import PromptRow, ReplyFile, merge_sampling, read_prompts
 from kimi_jax.runtime.replies import Collector, Result, Speculation
 from kimi_jax.runtime.requests import RequestMaker
 from kimi_jax.runtime.sampling import MIN_TEMPERATURE
@@ -170,7 +174,7 @@ def check(args: argparse.Namespace) -> Job:
         raise ValueError(f"--max-batch is {args.max_batch}, expected at least 1")
     check_machine_options(args)
     sampling = given_sampling(args)
-    # What rows of their own would add is not known yet.
+    # What rows have of their own is not known yet: `prepare` looks again.
     may_sample = True
     if args.chat:
         may_sample = sampling_params(args).temperature >= MIN_TEMPERATURE
@@ -203,21 +207,15 @@ def say(text: str) -> None:
 
 @dataclasses.dataclass(kw_only=True)
 class Prepared:
-    """All that is known before any weights are read."""
+    """What the checkpoint's small files and the prompts say."""
 
     requests: RequestMaker
     rows: list[PromptRow]
-    replies: ReplyFile | None
-    """None in a chat."""
-
-    @property
-    def waiting(self) -> list[PromptRow]:
-        """The prompts without a reply."""
-        return [row for row in self.rows if self.replies is not None and row not in self.replies]
+    """Empty in a chat."""
 
 
 def prepare(args: argparse.Namespace, job: Job) -> Prepared:
-    """Reads the checkpoint's small files, every prompt, and what an earlier run has answered.
+    """Reads the checkpoint's small files and every prompt.
 
     Raises:
         ValueError, OSError: what is wrong with them.
@@ -226,21 +224,17 @@ def prepare(args: argparse.Namespace, job: Job) -> Prepared:
     cfg = _config(args, folder)
     requests = RequestMaker.from_folder(folder, cfg, args.max_length)
     if args.prompts is None:
-        return Prepared(requests=requests, rows=[], replies=None)
+        return Prepared(requests=requests, rows=[])
     thinking = not args.no_thinking
     rows = read_prompts(args.prompts, requests, job.sampling, seed=args.seed, thinking=thinking)
-    made_with = {
-        "model": _fingerprint(folder),
-        "max_length": requests.max_length,
-        "dtype": args.dtype,
-        "latent_norm_eps": args.latent_norm_eps,
-        "drafting": _what_changes_replies(args, job.drafter),
-    }
-    replies = ReplyFile(args.out, rows, made_with)
-    say(
-        f"{args.prompts}: {len(rows)} prompts, {replies.num_resumed} of them answered in {args.out}"
-    )
-    return Prepared(requests=requests, rows=rows, replies=replies)
+    if not thinking and all(row.messages is None or row.thinking for row in rows):
+        raise ValueError(
+            f"{args.prompts}: --no-thinking is for rows with messages that do not say "
+            "themselves whether to think; there is none"
+        )
+    may_sample = any(row.params.temperature >= MIN_TEMPERATURE for row in rows)
+    check_drafts_matter(args, may_sample=may_sample)
+    return Prepared(requests=requests, rows=rows)
 
 
 def _config(args: argparse.Namespace, folder: Path) -> ModelConfig:
@@ -249,27 +243,44 @@ def _config(args: argparse.Namespace, folder: Path) -> ModelConfig:
     return cfg if eps is None else dataclasses.replace(cfg, latent_norm_eps=eps)
 
 
-def _fingerprint(folder: Path) -> list[Any]:
-    """Tells a checkpoint from another by its small files and the names and sizes of its shards."""
-    small = sorted(path for pattern in SMALL_FILES for path in folder.glob(pattern))
-    shards = sorted(folder.glob("*.safetensors"))
-    return [
-        [[path.name, digest(path.read_bytes().hex())] for path in small],
-        [[path.name, path.stat().st_size] for path in shards],
-    ]
+def open_replies(
+    args: argparse.Namespace, job: Job, prepared: Prepared, folder: Path, dtype: str
+) -> ReplyFile:
+    """The file of replies, and what an earlier run has answered in it.
+
+    Args:
+        folder: the whole checkpoint.
+        dtype: the run's, chosen or by default.
+
+    Raises:
+        ValueError, OSError: it belongs to something else, or cannot be written.
+    """
+    made_with = {
+        "model": checkpoint_fingerprint(folder),
+        "stop_ids": prepared.requests.stop_ids,
+        "max_length": prepared.requests.max_length,
+        "dtype": dtype,
+        "latent_norm_eps": args.latent_norm_eps,
+        "drafting": _what_changes_replies(job.drafter),
+    }
+    replies = ReplyFile(args.out, prepared.rows, made_with)
+    say(
+        f"{args.prompts}: {len(prepared.rows)} prompts, {replies.num_resumed} of them answered in "
+        f"{args.out}"
+    )
+    return replies
 
 
-def _what_changes_replies(args: argparse.Namespace, drafter: Eagle3Drafter | None) -> Any:
+def _what_changes_replies(drafter: Eagle3Drafter | None) -> Any:
     """Drafting leaves replies as they are, but for the two ways that do not."""
     if drafter is None or not (drafter.sample_drafts or drafter.lossy_threshold is not None):
         return None
     return [
-        args.drafter,
-        args.draft_tokens,
-        args.tree,
-        args.taps,
-        args.sample_drafts,
-        args.lossy_threshold,
+        checkpoint_fingerprint(resolve(drafter.path_or_id)),
+        repr(drafter.shapes),
+        drafter.taps,
+        drafter.sample_drafts,
+        drafter.lossy_threshold,
     ]
 
 
@@ -359,7 +370,6 @@ def check_fit(
     if job.drafter is not None:
         files = job.drafter.open(cfg, mesh)
     shapes = () if job.drafter is None else job.drafter.shapes
-    slack = max((shape.num_slots for shape in shapes), default=0)
 
     def sizes(on: Mesh | AbstractMesh, cache: str = args.cache) -> Sizes:
         drafts = None
@@ -368,12 +378,11 @@ def check_fit(
                 "has_own_embedding": files.has_own_embedding,
                 "has_own_head": files.has_own_head,
             }
-            drafts = drafter_bytes(files.cfg, on.size, dtype, **own)
+            drafts = drafter_bytes(files.cfg, on.size, dtype, cache=cache, **own)
         weights = bytes_per_device(abstract_model(cfg, on, dtype).wanted)
         target = target_bytes(cfg, on.size, dtype, cache)
-        # As the engine's own: slots cut over devices reach a little further.
-        reach = slack + (on.size - 1 if cache == "sequence" else 0)
-        return Sizes.of(cfg, weights, target, drafts, slack=reach)
+        slack = cycle_slack((None, *shapes), on.size if cache == "sequence" else 1)
+        return Sizes.of(cfg, weights, target, drafts, slack=slack)
 
     def larger() -> Iterator[tuple[int, Any]]:
         for count in range(mesh.size + 1, 8 * mesh.size + 1):
@@ -425,27 +434,25 @@ def warm_up(llm: LLM) -> dict[str, Any]:
 
 
 def load(
-    args: argparse.Namespace, job: Job, requests: RequestMaker, mesh: Mesh
+    args: argparse.Namespace, job: Job, folder: Path, mesh: Mesh, dtype: str, max_length: int
 ) -> tuple[LLM, dict[str, Any]]:
     """The model, every program of it compiled, and what that took of time and memory.
 
     Raises:
-        ValueError, OSError: it does not fit, or its files cannot be used.
+        ValueError, OSError: its files cannot be used.
     """
-    is_cpu = mesh.devices.flat[0].platform == "cpu"
-    dtype = args.dtype or ("float32" if is_cpu else "bfloat16")
-    memory = check_fit(args, job, requests, mesh, DTYPES[dtype])
-    memory["before_load_bytes"] = tell_memory(mesh, "before loading")
+    memory: dict[str, Any] = {"before_load_bytes": tell_memory(mesh, "before loading")}
     llm = LLM(
-        job.model,
+        folder,
         drafter=job.drafter,
         mesh=mesh,
-        max_length=requests.max_length,
+        max_length=max_length,
         max_batch=job.max_batch,
         dtype=dtype,
         platform=args.platform,
         latent_norm_eps=args.latent_norm_eps,
         cache=args.cache,
+        few_programs=True,
     )
     say(f"loaded in {llm.load_seconds:.1f} s")
     memory["after_load_bytes"] = tell_memory(mesh, "after loading")
@@ -492,19 +499,14 @@ class Totals:
         return out | {"tokens_per_cycle": None if told is None else told.tokens_per_cycle}
 
 
-def answer(llm: LLM, prepared: Prepared, totals: Totals) -> None:
+def answer(llm: LLM, waiting: list[PromptRow], replies: ReplyFile, totals: Totals) -> None:
     """Replies to every prompt that has none, each written as it ends."""
-    assert prepared.replies is not None
-    waiting = prepared.waiting
     began = time.perf_counter()
-
-    def replies() -> Iterator[Collector]:
-        return (row.reply(llm.requests) for row in waiting)
-
-    num_rows = len(prepared.rows)
-    with tqdm(total=num_rows, initial=num_rows - len(waiting), unit="reply", disable=None) as bar:
-        for index, result in llm.as_finished(replies()):
-            prepared.replies.write(waiting[index], result)
+    collectors: Iterator[Collector] = (row.reply(llm.requests) for row in waiting)
+    done = replies.num_resumed
+    with tqdm(total=done + len(waiting), initial=done, unit="reply", disable=None) as bar:
+        for index, result in llm.as_finished(collectors):
+            replies.write(waiting[index], result)
             totals.take(result)
             totals.seconds = time.perf_counter() - began
             bar.update()
@@ -643,28 +645,33 @@ def run(args: argparse.Namespace, job: Job) -> dict[str, Any]:
     """
     set_up(args, job)
     prepared = prepare(args, job)
-    with contextlib.ExitStack() as at_the_end:
-        if prepared.replies is not None:
-            at_the_end.callback(prepared.replies.close)
-        return run_prepared(args, job, prepared)
+    requests = prepared.requests
+    mesh = make_machine(args, job, requests.cfg)
+    is_cpu = mesh.devices.flat[0].platform == "cpu"
+    dtype = args.dtype or ("float32" if is_cpu else "bfloat16")
+    memory = check_fit(args, job, requests, mesh, DTYPES[dtype])
+    # From the hub this takes hours: everything above comes first.
+    folder = resolve(job.model)
 
-
-def run_prepared(args: argparse.Namespace, job: Job, prepared: Prepared) -> dict[str, Any]:
-    """From the machine to the last reply; the JSON line."""
-    totals, known, llm = Totals(), dict[str, Any](), None
-    if prepared.replies is not None:
-        known = {"rows": len(prepared.rows), "resumed_rows": prepared.replies.num_resumed}
-    if args.chat or prepared.waiting:
-        mesh = make_machine(args, job, prepared.requests.cfg)
+    def start() -> tuple[LLM, dict[str, Any]]:
         if job.probe_out is not None:
             probe(mesh, job.probe_out)
-        llm, loaded = load(args, job, prepared.requests, mesh)
-        known |= loaded
-        if args.chat:
-            chat(args, llm, sampling_params(args), totals)
-        else:
-            answer(llm, prepared, totals)
-    return report(args, job, llm, totals, known)
+        llm, known = load(args, job, folder, mesh, dtype, requests.max_length)
+        return llm, known | {"memory": memory | known["memory"]}
+
+    totals = Totals()
+    if args.chat:
+        llm, known = start()
+        chat(args, llm, sampling_params(args), totals)
+        return report(args, job, llm, totals, known)
+    with contextlib.closing(open_replies(args, job, prepared, folder, dtype)) as replies:
+        rows = {"rows": len(prepared.rows), "resumed_rows": replies.num_resumed}
+        waiting = [row for row in prepared.rows if row not in replies]
+        if not waiting:
+            return report(args, job, None, totals, rows)
+        llm, known = start()
+        answer(llm, waiting, replies, totals)
+        return report(args, job, llm, totals, rows | known)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -101,7 +101,7 @@ class Timed:
         """The target's forward."""
         return sum(self.seconds.get(stage, 0.0) for stage in VERIFY)
 
-    def share(self, stage: str) -> float:
+    def fraction(self, stage: str) -> float:
         """Of the stages' sum."""
         return self.seconds.get(stage, 0.0) / self.stages_seconds
 
@@ -118,6 +118,8 @@ class Facts:
     distinct_verify: Number
     num_experts: int
     devices: int
+    cache: str
+    """Where the latent cache lies, as `LLM` is told."""
 
 
 def verdict(step: Timed, cycle: Timed | None, facts: Facts) -> str:
@@ -127,7 +129,7 @@ def verdict(step: Timed, cycle: Timed | None, facts: Facts) -> str:
     terms.pop(TRACING, None)
     term = max(terms, key=lambda stage: terms[stage])
     what = "step" if cycle is None else "cycle"
-    told = f"{term} takes {100 * slow.share(term):.0f} % of a {what} at {facts.context} tokens"
+    told = f"{term} takes {100 * slow.fraction(term):.0f} % of a {what} at {facts.context} tokens"
     if cycle is not None and term in VERIFY and step.seconds.get(term):
         grown = cycle.seconds[term] / step.seconds[term]
         told += f", {grown:.1f} times a plain step's"
@@ -150,11 +152,16 @@ def _remedy(term: str, is_cycle: bool, facts: Facts) -> str:
             else f"{facts.distinct_step:.0f} of {facts.num_experts} experts a layer are read; "
         )
         return rows + fewer + "cut the experts over more devices, or tune tiles (tune_tiles.py)"
+    is_shared_out = facts.cache == "sequence"
+    can_share_out = facts.devices > 1 and not is_shared_out
+    share_out = "share its slots out over the devices (--cache sequence), " if can_share_out else ""
     return {
-        ATTENTION: f"it reads the cache: {fewer}keep contexts short, or tune tiles (tune_tiles.py)",
+        ATTENTION: f"it reads the cache: {fewer}{share_out}keep contexts short, or tune tiles "
+        "(tune_tiles.py)",
         DENSE: "weights are read once whatever the rows: cut them over more devices",
         COLLECTIVES: f"over {facts.devices} devices: probe_collectives.py says whether the links "
-        "are slow, else another device is late",
+        "are slow, else another device is late"
+        + ("; at short contexts --cache replicated spares two a layer" if is_shared_out else ""),
         HEAD: f"it reads the vocabulary once: {fewer}cut it over more devices",
         REST: "not a place that should be large: look at the trace",
         DRAFT: "draft fewer tokens, or take a drafter with a smaller vocabulary",

@@ -8,7 +8,6 @@ killed: whole pieces stay. It knows nothing of the model's code.
 
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import os
 import shutil
@@ -21,6 +20,7 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
+from kimi_jax import locks
 from kimi_jax.checkpoint.arrays import crc32_of, write_arrays
 from kimi_jax.checkpoint.converted import (
     PIECES,
@@ -156,10 +156,16 @@ def convert(conversion: Conversion, *, progress: bool = True) -> Record:
         CheckpointError: the source changed or cannot be read, the disk failed, or another process
             is writing the folder. What is whole stays, and a further call goes on from it.
     """
-    out, left = conversion.out, conversion.left
+    out = conversion.out
     out.mkdir(parents=True, exist_ok=True)
     with _alone(out):
         earlier = read_record(out)
+        if earlier is not None and (problems := _other_conversion(earlier, conversion.record)):
+            raise CheckpointError(out, problems)
+        # Another process may have written pieces since the conversion was prepared.
+        whole, spoilt = _look(out)
+        conversion = dataclasses.replace(conversion, whole=whole, spoilt=spoilt)
+        left = conversion.left
         if earlier is not None and earlier.is_complete and not left:
             _copy_small_files(conversion.plan.files.folder, out)
             return earlier
@@ -276,7 +282,7 @@ def _source_differences(theirs: dict[str, Any], ours: dict[str, Any]) -> list[st
     both = [{k: v for k, v in s.items() if k not in ("folder", "hashes")} for s in (theirs, ours)]
     out = differences(*both)
     hashes = [s["hashes"] for s in (theirs, ours)]
-    shared = hashes[0].keys() & hashes[1].keys()
+    shared = [n for n in hashes[0].keys() & hashes[1].keys() if n.endswith(".safetensors")]
     return out + differences(*({name: h[name] for name in shared} for h in hashes))
 
 
@@ -325,22 +331,20 @@ def _leftovers(out: Path, whole: list[str]) -> list[Path]:
 def _copy_small_files(source: Path, out: Path) -> None:
     """Those that are not there: a configuration may have been edited since."""
     for path in small_files(source):
-        target = out / path.name
-        if not target.exists():
-            partial = target.with_name(f"{target.name}.partial")
+        copy = out / path.name
+        if not copy.exists():
+            partial = copy.with_name(f"{copy.name}.partial")
             shutil.copyfile(path, partial)
-            os.replace(partial, target)
+            os.replace(partial, copy)
 
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     """Keeps a second process out of the folder."""
-    lock = os.open(folder, os.O_RDONLY)
+    opened = os.open(folder, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise CheckpointError(folder, ["another process is converting into it"]) from None
+        if not locks.take(opened):
+            raise CheckpointError(folder, ["another process is converting into it"])
         yield
     finally:
-        os.close(lock)
+        os.close(opened)

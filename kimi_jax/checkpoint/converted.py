@@ -18,6 +18,7 @@ import logging
 import math
 import os
 import re
+import typing
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -38,6 +39,8 @@ PIECES = "pieces"
 
 _PIECE = re.compile(r"layers\.\d+\.mlp\.experts\.\w+|layers\.\d+|\w+")
 _MAX_THREADS = 16
+# What is read of `Record.source`.
+_SOURCE = {"folder": str, "weights_sha256": str, "hashes": dict}
 
 _log = logging.getLogger(__name__)
 
@@ -145,7 +148,11 @@ def read_record(folder: str | os.PathLike[str]) -> Record | None:
                 "published checkpoint again, or use the version that wrote this one"
             ],
         )
-    return Record(**_checked(Record, data, path))
+    record = Record(**_checked(Record, data, path))
+    wrong = [name for name, kind in _SOURCE.items() if type(record.source.get(name)) is not kind]
+    if wrong:
+        raise CheckpointError(path, [f"not a record of this layout: source.{summarise(wrong)}"])
+    return record
 
 
 def read_piece_record(folder: Path, name: str) -> Piece:
@@ -344,11 +351,12 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _checked(kind: type, data: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The data, if it has the fields of this kind of record."""
-    names = {field.name for field in dataclasses.fields(kind)}
-    if data.keys() != names:
-        differing = summarise(sorted(data.keys() ^ names))
-        raise CheckpointError(path, [f"not a record of this layout: {differing}"])
+    """The data, if it has the fields of this kind of record, of their types."""
+    types = {name: typing.get_origin(t) or t for name, t in typing.get_type_hints(kind).items()}
+    wrong = data.keys() ^ types.keys()
+    wrong |= {name for name in data.keys() & types.keys() if type(data[name]) is not types[name]}
+    if wrong:
+        raise CheckpointError(path, [f"not a record of this layout: {summarise(sorted(wrong))}"])
     return data
 
 

@@ -84,13 +84,13 @@ def set_gpu_flags(*, collectives_in_graphs: bool = True) -> None:
     _log.info("XLA_FLAGS=%s", os.environ["XLA_FLAGS"])
 
 
-MEMORY_SHARE = "XLA_CLIENT_MEM_FRACTION"
-GPU_ENVIRONMENT = {MEMORY_SHARE: "0.95", "NCCL_P2P_LEVEL": "SYS"}
-"""XLA's share of a GPU's memory is 0.75 by default, and the weights of Kimi-K2.5 on 8 GPUs of 96 GB
+MEMORY_FRACTION = "XLA_CLIENT_MEM_FRACTION"
+GPU_ENVIRONMENT = {MEMORY_FRACTION: "0.95", "NCCL_P2P_LEVEL": "SYS"}
+"""XLA takes 0.75 of a GPU's memory by default, and the weights of Kimi-K2.5 on 8 GPUs of 96 GB
 alone are 0.74 of it; the context, NCCL and graphs live in the rest. NCCL may go directly from GPU
 to GPU wherever the machine can, also across PCIe root complexes."""
 
-_OLD_MEMORY_SHARE = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+_OLD_MEMORY_FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
 
 
 def parse_nccl(text: str) -> dict[str, str]:
@@ -117,9 +117,9 @@ def set_gpu_environment(nccl: Mapping[str, str] | None = None) -> None:
         RuntimeError: a GPU's backend is already up without them.
     """
     defaults = dict(GPU_ENVIRONMENT)
-    if _OLD_MEMORY_SHARE in os.environ:
+    if _OLD_MEMORY_FRACTION in os.environ:
         # XLA refuses both.
-        del defaults[MEMORY_SHARE]
+        del defaults[MEMORY_FRACTION]
     wanted = {name: value for name, value in defaults.items() if name not in os.environ}
     wanted |= nccl or {}
     missing = {name: value for name, value in wanted.items() if os.environ.get(name) != value}
@@ -139,7 +139,13 @@ def set_gpu_environment(nccl: Mapping[str, str] | None = None) -> None:
 
 def settings() -> dict[str, str]:
     """What of all this is set in this process's environment, by name."""
-    names = ("XLA_FLAGS", MEMORY_SHARE, _OLD_MEMORY_SHARE, "CUDA_VISIBLE_DEVICES", "JAX_PLATFORMS")
+    names = (
+        "XLA_FLAGS",
+        MEMORY_FRACTION,
+        _OLD_MEMORY_FRACTION,
+        "CUDA_VISIBLE_DEVICES",
+        "JAX_PLATFORMS",
+    )
     told = {name: os.environ[name] for name in names if os.environ.get(name)}
     return told | {name: os.environ[name] for name in sorted(os.environ) if name[:5] == "NCCL_"}
 

@@ -1,7 +1,7 @@
 """A file of JSON objects, one a line, that a run adds to and a later run goes on with.
 
 A run may be killed at any moment: what it had appended is there, and a last line it did not finish
-is dropped by the next.
+is dropped by the next. While it runs no other process may add to the file.
 """
 
 import json
@@ -9,6 +9,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from kimi_jax import locks
 
 ReadRow = Callable[[bytes], str]
 """The id of a row; raises what is wrong with it as a `ValueError`."""
@@ -26,15 +28,22 @@ class ResumableLines:
             whether an old one fits is for the caller to check.
 
     Raises:
-        ValueError: what `read` raises, with the file and line, or an id used twice.
+        ValueError: what `read` raises, with the file and line, or an id used twice; or another
+            process is adding to the file.
         OSError: the file cannot be written.
     """
 
     def __init__(self, path: str | Path, read: ReadRow, *, header: dict[str, Any] | None = None):
         self.path = Path(path)
         self._places: dict[str, int] = {}
-        self._file = open(self.path, "r+b" if self.path.exists() else "w+b")
+        # Opened as it is, and made where it is not there: what another has begun must stand.
+        self._file = os.fdopen(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
         try:
+            if not locks.take(self._file.fileno()):
+                raise ValueError(
+                    f"{self.path}: another process is adding to it; wait for its end, or take "
+                    "another file"
+                )
             end = self._scan(read, num_header_lines=int(header is not None))
         except BaseException:
             self._file.close()

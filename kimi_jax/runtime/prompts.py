@@ -35,8 +35,8 @@ class PromptRow:
     messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
     thinking: bool = True
-    digest: str
-    """Of the row as it stands in the file."""
+    digest: str = ""
+    """Of the tokens the model is asked to go on from: of the row, its thinking and the template."""
 
     def reply(self, requests: RequestMaker) -> Collector:
         """What collects its reply.
@@ -85,8 +85,8 @@ def read_prompts(
                 row = _row(line, options, seed, thinking)
                 if row.id in rows:
                     raise ValueError(f"the id {row.id!r} is used before")
-                row.reply(requests)
-                rows[row.id] = row
+                asked = digest(row.reply(requests).request.prompt)
+                rows[row.id] = dataclasses.replace(row, digest=asked)
             except (ValueError, TypeError) as error:
                 problems.append(f"line {number}: {error}")
     if problems:
@@ -157,14 +157,13 @@ def _row(line: bytes, options: Mapping[str, Any], seed: int, thinking: bool) -> 
         if names := [name for name in ("tools", "thinking") if name in row]:
             raise ValueError(f"only with messages: {', '.join(names)}")
         params = merge_sampling(SamplingParams(), given)
-        return PromptRow(id=id, digest=digest(row), prompt=row["prompt"], params=params)
+        return PromptRow(id=id, prompt=row["prompt"], params=params)
     thinks = row.get("thinking", thinking)
     if not isinstance(thinks, bool):
         raise ValueError(f"thinking is {thinks!r}, expected true or false")
     params = merge_sampling(THINKING_SAMPLING if thinks else INSTANT_SAMPLING, given)
     return PromptRow(
         id=id,
-        digest=digest(row),
         messages=normalize_messages(row["messages"]),
         tools=normalize_tools(row.get("tools")),
         thinking=thinks,

@@ -221,7 +221,7 @@ def sweep(lanes: Sequence[Sequence[Span]], begin: Number, end: Number) -> dict[L
     return dict(shares)
 
 
-class Shares(NamedTuple):
+class Attribution(NamedTuple):
     """What a window's time went to, and how many operations it was."""
 
     nanoseconds: dict[Label, Number]
@@ -230,13 +230,13 @@ class Shares(NamedTuple):
     """Of a device, on average."""
 
 
-def share_windows(
+def attribute_windows(
     traces: Iterable[Trace],
     programs: Mapping[str, Program],
     label: Callable[[Operation | None], Label],
     *,
     recording: Number = 0,
-) -> list[tuple[Window, Shares]]:
+) -> list[tuple[Window, Attribution]]:
     """Each window of these traces with where its time went.
 
     Args:
@@ -246,19 +246,19 @@ def share_windows(
     """
     known = {name: (program, _labels(program, label)) for name, program in programs.items()}
     return [
-        (window, _shares(trace, window, *known[window.name], recording))
+        (window, _attribution(trace, window, *known[window.name], recording))
         for trace in traces
         for window in trace.windows
     ]
 
 
-def _shares(
+def _attribution(
     trace: Trace,
     window: Window,
     program: Program,
     labels: Mapping[str | None, tuple[Label, bool]],
     recording: Number,
-) -> Shares:
+) -> Attribution:
     every: list[dict[Label, Number]] = []
     num_events = 0
     for lanes in trace.lanes.values():
@@ -277,7 +277,7 @@ def _shares(
         every.append(sweep(swept, window.begin, window.end))
     seen = dict.fromkeys(label for shares in every for label in shares)
     means = {x: sum(shares.get(x, 0.0) for shares in every) / len(every) for x in seen}
-    return Shares(means, num_events / len(every))
+    return Attribution(means, num_events / len(every))
 
 
 def _labels(program: Program, label: Callable) -> dict[str | None, tuple[Label, bool]]:
@@ -336,11 +336,11 @@ def recording_seconds(folder: Path) -> float:
     with recorded(folder):
         during = seconds()
     bare = min(before, seconds())
-    shared = share_windows(
+    windows = attribute_windows(
         [read_recording(folder)], {"tiny": Program(run.as_text() or "")}, lambda _: "tiny"
     )
-    operations = statistics.median(shares.num_events for _, shares in shared)
-    ends = statistics.median(shares.nanoseconds.get(TRACING, 0.0) for _, shares in shared)
+    operations = statistics.median(spent.num_events for _, spent in windows)
+    ends = statistics.median(spent.nanoseconds.get(TRACING, 0.0) for _, spent in windows)
     return max(0.0, (during - bare - 1e-9 * ends) / operations)
 
 

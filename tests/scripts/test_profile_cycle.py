@@ -7,6 +7,7 @@ from pathlib import Path
 import pieces
 import profile_cycle
 import pytest
+from make_random_drafter import tiny_drafter_config, write_random_drafter
 
 from kimi_jax import DEMO, LLM
 from kimi_jax.config import ModelConfig
@@ -76,12 +77,12 @@ def test_stages_add_up_to_what_was_recorded(demo, profiled):
     assert cycle.events > step.events > 100
     assert cycle.seconds[stages.DRAFT] > 0 and stages.DRAFT not in step.seconds
     rows = profile_cycle.stage_rows(CONTEXT, timed)
-    told = profile_cycle.summary(demo, CONTEXT, K, timed, gives)
+    told = profile_cycle.summary(demo, CONTEXT, K, "replicated", timed, gives)
     for name in ("step", "cycle"):
         # Rows are rounded to a ten-thousandth of a millisecond.
         total = sum(row[f"ms_{name}"] for row in rows)
         assert total == pytest.approx(told[f"ms_{name}_recorded"], abs=1e-3)
-    assert sum(row["share"] or 0 for row in rows) == pytest.approx(1, abs=1e-2)
+    assert sum(row["fraction"] or 0 for row in rows) == pytest.approx(1, abs=1e-2)
     assert told["break_even"] == pytest.approx(told["ms_cycle"] / told["ms_step"], rel=1e-2)
     verify = sum(row["ms_cycle"] for row in rows if row["name"] in stages.VERIFY)
     assert told["ms_verify"] == pytest.approx(verify, abs=1e-3)
@@ -90,7 +91,7 @@ def test_stages_add_up_to_what_was_recorded(demo, profiled):
 def test_the_table_shows_every_stage_and_the_verdict(demo, profiled, capsys):
     timed, gives = profiled
     rows = profile_cycle.stage_rows(CONTEXT, timed)
-    told = profile_cycle.summary(demo, CONTEXT, K, timed, gives)
+    told = profile_cycle.summary(demo, CONTEXT, K, "replicated", timed, gives)
     profile_cycle.show(rows, told)
     table = capsys.readouterr().out
     for name in (*(row["name"] for row in rows), "recorded", "not recorded", told["verdict"]):
@@ -175,6 +176,34 @@ def test_a_context_beyond_the_model_is_refused_before_loading(monkeypatch, capsy
     assert f"the model has {longest + 64}: at most {longest}" in told
 
 
+def test_a_text_or_drafter_too_short_is_refused_before_loading(monkeypatch, capsys, tmp_path):
+    text = tmp_path / "short.txt"
+    text.write_text("x = 1\n" * 20)
+    options = ("--prompts", str(text), "--context", "64")
+    assert _refusal(monkeypatch, capsys, *options) == 1
+    told = capsys.readouterr().err
+    assert "--context 64: " in told and "and the text (--prompts takes a longer one) has " in told
+    drafter = tmp_path / "drafter"
+    cfg = tiny_drafter_config("llama", ModelConfig.from_folder(DEMO), max_position_embeddings=128)
+    write_random_drafter(drafter, cfg)
+    assert _refusal(monkeypatch, capsys, "--drafter", str(drafter), "--context", "65") == 1
+    assert "and the drafter has 128: at most 64" in capsys.readouterr().err
+
+
+def test_the_settings_of_the_gpu_and_the_cache_reach_the_model(monkeypatch, capsys):
+    asked = {}
+
+    def load(model, **options):
+        asked.update(options)
+        raise ValueError("seen")
+
+    called = []
+    monkeypatch.setattr(profile_cycle, "set_gpu_environment", lambda: called.append(1))
+    options = ["--mesh", "tensor=2", "--cache", "sequence", "--context", "64"]
+    assert _refusal(monkeypatch, capsys, *options, load=load) == 1
+    assert called and asked["cache"] == "sequence" and asked["max_length"] == 128
+
+
 def test_contexts_are_as_asked_for_or_as_fits():
     limits = {"the model": 4096, "the text": 1000}
     assert profile_cycle.contexts_within([100, 936], limits) == [100, 936]
@@ -185,10 +214,10 @@ def test_contexts_are_as_asked_for_or_as_fits():
         profile_cycle.contexts_within(None, {"the text": 99})
 
 
-def _refusal(monkeypatch, capsys, *options: str) -> int:
+def _refusal(monkeypatch, capsys, *options: str, load=None) -> int:
     """The status of the script that refuses these options; nothing expensive before."""
     monkeypatch.setattr(sys, "argv", ["profile_cycle.py", *options])
-    monkeypatch.setattr(profile_cycle, "LLM", None)
+    monkeypatch.setattr(profile_cycle, "LLM", load)
     with pytest.raises(SystemExit) as stop:
         profile_cycle.main()
     return stop.value.code

@@ -7,9 +7,12 @@ again, runs in processes of its own (slow lane).
 import io
 import json
 import os
+import shutil
 import signal
 import time
+from pathlib import Path
 
+import convert_checkpoint
 import pytest
 import run_kimi_k25
 from make_random_drafter import tiny_drafter_config, write_random_drafter
@@ -196,6 +199,82 @@ def test_other_prompts_options_and_models_are_refused(loaded, run, failed, promp
     changed = [{**ROWS[0], "prompt": "other"}, *ROWS[1:]]
     assert "'a' was answered with another prompt" in failed(*prompts(*changed))
     assert len(loaded) == 1
+
+
+def test_replies_of_two_models_do_not_mix(loaded, run, failed, prompts, tiny, tmp_path):
+    options = prompts(*ROWS)
+    published = Path(shutil.copytree(tiny, tmp_path / "published"))
+    run(*options, model=published)
+    converted = tmp_path / "converted"
+    assert convert_checkpoint.main([str(published), str(converted), "--quiet"]) == 0
+    out, _, _ = run(*options, model=converted)
+    assert (out["resumed_rows"], out["load_seconds"]) == (3, None)
+    # Other weights of the same size.
+    (weights,) = published.glob("*.safetensors")
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    assert "'a' was answered with another model;" in failed(*options, model=published)
+
+
+def test_a_model_of_the_hub_is_the_same_at_the_next_start(
+    loaded, run, prompts, tiny, monkeypatch, tmp_path
+):
+    """The small files come first, the shards later: the first start sees the folder grow."""
+    cached, asked = tmp_path / "cached", []
+    cached.mkdir()
+
+    def resolve(path, *, patterns=("*",)):
+        asked.append(patterns)
+        for path in (path for pattern in patterns for path in tiny.glob(pattern)):
+            shutil.copy(path, cached)
+        return cached
+
+    monkeypatch.setattr(run_kimi_k25, "resolve", resolve)
+    options = prompts(*ROWS)
+    run(*options, model="owner/name")
+    assert asked == [run_kimi_k25.SMALL_FILES, ("*",)]
+    out, _, _ = run(*options, model="owner/name")
+    assert out["resumed_rows"] == 3
+
+
+def test_the_dtype_of_the_run_counts_not_how_it_was_chosen(loaded, run, failed, prompts):
+    options = prompts(*ROWS)
+    run(*options)
+    out, _, _ = run(*options, "--dtype", "float32")
+    assert out["resumed_rows"] == 3
+
+
+def test_a_drafter_counts_where_replies_depend_on_it(
+    loaded, run, failed, prompts, tiny, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    cfg = tiny_drafter_config("llama", ModelConfig.from_folder(tiny))
+    for name, seed in (("drafter", 1), ("another", 2)):
+        Path(name).mkdir()
+        write_random_drafter(Path(name), cfg, seed=seed)
+    options = (*prompts(*ROWS), "--lossy-threshold", 0.5, "--drafter")
+    run(*options, "drafter")
+    for same in ("./drafter", tmp_path / "drafter"):
+        out, _, _ = run(*options, same, "--draft-tokens", 3)
+        assert out["resumed_rows"] == 3
+    assert "another drafting" in failed(*options, "another")
+    assert "another drafting" in failed(*options, "drafter", "--draft-tokens", 2)
+    shutil.rmtree("drafter")
+    shutil.move("another", "drafter")
+    assert "another drafting" in failed(*options, "drafter")
+
+
+def test_options_that_no_row_heeds_are_refused(loaded, failed, prompts, tiny, tmp_path):
+    write_random_drafter(tmp_path, tiny_drafter_config("llama", ModelConfig.from_folder(tiny)))
+    greedy = prompts({"id": "a", "prompt": "x"})
+    message = failed(*greedy, "--drafter", tmp_path, "--lossy-threshold", 0.5)
+    assert "only with a --temperature over 0: --lossy-threshold" in message
+    assert "--no-thinking is for rows with messages" in failed(*greedy, "--no-thinking")
+    hello = [{"role": "user", "content": "hello"}]
+    thinks = prompts({"id": "a", "messages": hello, "thinking": True})
+    assert "--no-thinking is for rows with messages" in failed(*thinks, "--no-thinking")
+    assert loaded == []
 
 
 def test_rows_that_cannot_run_are_named_before_loading(loaded, failed, prompts):

@@ -1,5 +1,7 @@
 """Operations told apart by their scopes, and verdicts worked by hand."""
 
+import dataclasses
+
 import pytest
 
 from kimi_jax.runtime.program import Operation
@@ -65,6 +67,7 @@ FACTS = Facts(
     distinct_verify=10.9,
     num_experts=16,
     devices=8,
+    cache="replicated",
 )
 
 
@@ -72,7 +75,7 @@ def test_sums_of_stages():
     assert CYCLE.traced_seconds == pytest.approx(0.010)
     assert CYCLE.stages_seconds == pytest.approx(0.009)
     assert CYCLE.verify_seconds == pytest.approx(0.007)
-    assert CYCLE.share(stages.EXPERTS) == pytest.approx(0.5)
+    assert CYCLE.fraction(stages.EXPERTS) == pytest.approx(0.5)
 
 
 def test_the_verdict_names_the_largest_term_and_how_it_grew():
@@ -88,6 +91,17 @@ def test_a_step_alone_has_a_verdict_too():
     told = verdict(STEP, None, FACTS)
     assert told.startswith("attention takes 50 % of a step at 512 tokens: it reads the cache: ")
     assert "draft" not in told and "speculation" not in told
+
+
+def test_the_verdict_knows_where_the_cache_lies():
+    shared_out = dataclasses.replace(FACTS, cache="sequence")
+    alone = dataclasses.replace(FACTS, devices=1)
+    advice = "(--cache sequence)"
+    told = [verdict(STEP, None, facts) for facts in (FACTS, shared_out, alone)]
+    assert [advice in one for one in told] == [True, False, False]
+    slow = Timed(seconds={stages.COLLECTIVES: 0.009}, cycle_seconds=0.009, events=1)
+    told = [verdict(slow, None, facts) for facts in (FACTS, shared_out)]
+    assert ["--cache replicated spares" in one for one in told] == [False, True]
 
 
 @pytest.mark.parametrize("stage", [stage for stage in STAGES if stage != TRACING])

@@ -289,6 +289,18 @@ SPOILT: dict[str, tuple[Callable[[Path], object], list[str]]] = {
         lambda f: (f / RECORD_NAME).write_text('{"layout_version": 1}'),
         ["not a record of this layout"],
     ),
+    "the record's source is none": (
+        lambda f: edit(f / RECORD_NAME, source=None),
+        [f"{RECORD_NAME}: not a record of this layout: source"],
+    ),
+    "the record's source lacks its folder": (
+        lambda f: edit(f / RECORD_NAME, source={"weights_sha256": "1", "hashes": {}}),
+        [f"{RECORD_NAME}: not a record of this layout: source.folder"],
+    ),
+    "the record's mesh is a text": (
+        lambda f: edit(f / RECORD_NAME, mesh="tensor=8"),
+        [f"{RECORD_NAME}: not a record of this layout: mesh"],
+    ),
     "the conversion was not finished": (
         lambda f: (edit(f / RECORD_NAME, is_complete=False), (f / PIECES / "norm.json").unlink()),
         ["its conversion stopped at 7 of 8 pieces; go on with scripts/convert_checkpoint.py"],
@@ -605,11 +617,44 @@ def test_the_hub_s_hashes_tell_sources_apart(source, tmp_path, monkeypatch):
     assert run(source, out)["pieces_written"] == 0
 
 
+def test_a_page_of_the_hub_that_is_written_anew_is_not_another_model(source, tmp_path, monkeypatch):
+    weights, out = {"model.safetensors": "1" * 64}, tmp_path / "out"
+    monkeypatch.setattr(convert, "known_hashes", lambda _: weights | {"README.md": "3" * 40})
+    run(source, out)
+    monkeypatch.setattr(convert, "known_hashes", lambda _: weights | {"README.md": "4" * 40})
+    assert run(source, out)["pieces_written"] == 0
+
+
 def test_one_process_at_a_time(source, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     with convert._alone(out):
         refused(source, out, "another process is converting into it")
+
+
+def test_pieces_another_process_wrote_meanwhile_stay(source, whole, tmp_path, monkeypatch):
+    out, written = tmp_path / "out", []
+    real = convert_checkpoint.prepare
+
+    def prepare_slowly(*args, **options):
+        job = real(*args, **options)
+        monkeypatch.undo()
+        run(source, out, **others)
+        monkeypatch.setattr(convert, "write_arrays", lambda where, arrays: written.append(where))
+        return job
+
+    others: dict[str, str] = {}
+    monkeypatch.setattr(convert_checkpoint, "prepare", prepare_slowly)
+    run(source, out)
+    assert written == []
+    assert_bit_equal(out, whole)
+    # One of other options is refused as if it had been there before.
+    shutil.rmtree(out)
+    others = {"mesh": "tensor=4"}
+    monkeypatch.setattr(convert_checkpoint, "prepare", prepare_slowly)
+    with pytest.raises(CheckpointError, match="was begun with other options .*mesh.tensor: 4, 8"):
+        run(source, out)
+    assert run(source, out, **others)["pieces_written"] == 0
 
 
 def test_a_wanted_set_that_is_not_the_model_s(whole):

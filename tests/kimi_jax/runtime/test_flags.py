@@ -8,7 +8,7 @@ from jax._src import xla_bridge
 
 from kimi_jax.runtime.flags import (
     GRAPHS_WITH_COLLECTIVES,
-    MEMORY_SHARE,
+    MEMORY_FRACTION,
     default_compile_cache,
     parse_nccl,
     set_compile_cache,
@@ -72,7 +72,7 @@ def environment(monkeypatch):
             if name.startswith("NCCL_") or name.endswith("CLIENT_MEM_FRACTION"):
                 monkeypatch.delenv(name)
         # Known to the fixture, so that what is set meanwhile goes with it.
-        for name in ("NCCL_P2P_LEVEL", "NCCL_PROTO", MEMORY_SHARE):
+        for name in ("NCCL_P2P_LEVEL", "NCCL_PROTO", MEMORY_FRACTION):
             monkeypatch.setenv(name, "")
             del os.environ[name]
         for name, value in given.items():
@@ -86,24 +86,28 @@ def test_what_the_user_has_set_stays(environment):
     environment(NCCL_P2P_LEVEL="PHB")
     set_gpu_environment({"NCCL_PROTO": "LL"})
     told = settings()
-    assert (told["NCCL_P2P_LEVEL"], told["NCCL_PROTO"], told[MEMORY_SHARE]) == ("PHB", "LL", "0.95")
+    assert (told["NCCL_P2P_LEVEL"], told["NCCL_PROTO"], told[MEMORY_FRACTION]) == (
+        "PHB",
+        "LL",
+        "0.95",
+    )
     # What is asked for by name wins over the environment.
     set_gpu_environment({"NCCL_P2P_LEVEL": "SYS"})
     assert os.environ["NCCL_P2P_LEVEL"] == "SYS"
 
 
-def test_the_memory_share_is_set_by_one_name_alone(environment):
+def test_the_memory_fraction_is_set_by_one_name_alone(environment):
     """XLA refuses both."""
     environment(XLA_PYTHON_CLIENT_MEM_FRACTION="0.8")
     set_gpu_environment()
-    assert MEMORY_SHARE not in os.environ
+    assert MEMORY_FRACTION not in os.environ
 
 
 def test_it_is_too_late_for_a_gpu_that_has_started(environment, monkeypatch):
     environment(has_started=True)
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     set_gpu_environment()
-    assert MEMORY_SHARE not in os.environ
+    assert MEMORY_FRACTION not in os.environ
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     with pytest.raises(RuntimeError, match="set XLA_CLIENT_MEM_FRACTION=0.95 NCCL_P2P_LEVEL=SYS"):
         set_gpu_environment()

@@ -189,6 +189,32 @@ def test_another_file_is_not_written_over(rows, tmp_path, text, message):
     assert path.read_text() == text
 
 
+def test_thinking_and_the_template_are_of_a_prompt_too(read, requests, tmp_path):
+    row = {"id": "a", "messages": HELLO, "temperature": 1.0, "top_p": 1.0}
+    path = tmp_path / "out.jsonl"
+    rows = read(row)
+    replies = ReplyFile(path, rows, {})
+    replies.write(rows[0], result())
+    replies.close()
+    ReplyFile(path, read(row | {"thinking": True}), {}).close()
+    with pytest.raises(ValueError, match="'a' was answered with another prompt;"):
+        ReplyFile(path, read(row, thinking=False), {})
+
+
+def test_two_processes_do_not_write_one_file(rows, tmp_path):
+    path = tmp_path / "out.jsonl"
+    first = ReplyFile(path, rows, {})
+    first.write(rows[0], result())
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match="out.jsonl: another process is adding to it; wait for"):
+        ReplyFile(path, rows, {})
+    assert path.read_bytes() == before
+    first.close()
+    second = ReplyFile(path, rows, {})
+    assert second.num_resumed == 1
+    second.close()
+
+
 def test_a_reply_twice_in_a_file_is_refused(rows, tmp_path):
     path = tmp_path / "out.jsonl"
     replies = ReplyFile(path, rows, {})

@@ -16,9 +16,9 @@ from kimi_jax.runtime.trace import (
     Event,
     Span,
     TraceError,
+    attribute_windows,
     innermost,
     read_trace,
-    share_windows,
     sweep,
 )
 
@@ -254,7 +254,7 @@ def test_a_thread_s_operations_and_their_recording_are_read():
         "CPU:3": ((Event(10, 90, "while.1"), Event(20, 40, "norm.1"), Event(36, 39, TRACING)),)
     }
     program = Program(PROGRAM)
-    [(window, shares)] = share_windows([found], {"step": program}, last_scope)
+    [(window, shares)] = attribute_windows([found], {"step": program}, last_scope)
     assert window.name == "step" and shares.num_events == 2
     # The loop's own scope is "jit(f)/while".
     assert shares.nanoseconds == {OUTSIDE: 20, "jit(f)": 60, "first": 17, TRACING: 3}
@@ -267,7 +267,7 @@ def test_the_recording_of_beginnings_comes_out_of_the_gap_before():
         thread.add(name, begin, end, hlo_op=name, device_ordinal=0)
     found = trace_of((HOST, marks), ("/host:threads", thread))
     programs = {"step": Program(PROGRAM)}
-    [(_, shares)] = share_windows([found], programs, last_scope, recording=3)
+    [(_, shares)] = attribute_windows([found], programs, last_scope, recording=3)
     # 1 of the 3 before norm.1, since its loop began then; all 3 of the 5 before norm.2.
     assert shares.nanoseconds == {
         OUTSIDE: 20,
@@ -304,7 +304,7 @@ def test_kernels_name_operations_or_in_graphs_themselves():
         (HOST, marks), (HOST, launches), (GPU.format(0), named), (GPU.format(1), graph)
     )
     assert list(found.lanes) == ["GPU:0", "GPU:1"]
-    [(_, shares)] = share_windows([found], {"step": Program(PROGRAM)}, last_scope)
+    [(_, shares)] = attribute_windows([found], {"step": Program(PROGRAM)}, last_scope)
     # Means of the two devices; the second one's copy is not of the program.
     assert shares.nanoseconds == {
         OUTSIDE: (60 + 20) / 2,
