@@ -99,7 +99,7 @@ def test_logits_and_carried_states_are_the_twins(
 
 
 @pytest.mark.parametrize("kind", ["llama", "mla"])
-def test_drafts_are_the_twins(make_drafted, make_drafter_folder, ids, on, kind):
+def test_drafts_are_the_twins(make_drafted, make_drafter_folder, target_folder, ids, on, kind):
     """Chain and trees after a prompt: the fed-back state, map, positions, slots and tree masks."""
     llm = make_drafted(kind)
     folder, _ = make_drafter_folder(kind)
@@ -116,7 +116,7 @@ def test_drafts_are_the_twins(make_drafted, make_drafter_folder, ids, on, kind):
     def drafts_of(shape):
         return run(engine.target_weights, bound.weights, state, shape)
 
-    config, tensors = oracles.read_checkpoint(llm._folder)
+    config, tensors = oracles.read_checkpoint(target_folder)
     hidden = oracles.forward(tensors, config, prompt).hidden
     own_config, own = oracle.read_drafter(folder)
     n = len(prompt) - 1
