@@ -10,6 +10,7 @@ from kimi_jax import DEMO
 from spec.training.samples import Header, Sample, SamplesWriter
 
 
+@pytest.mark.slow
 def test_smoke(script):
     out, _ = script.json("train_drafter.py", "--smoke", "--quiet")
     assert out["steps"] == 6 and out["loss"] > 0 and out["text"]
