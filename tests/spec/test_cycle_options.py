@@ -151,7 +151,6 @@ def test_a_seeded_row_depends_on_nothing_but_its_seed(llm, only, ids, on):
         pytest.param("llama", WIDE, "sequence", marks=pytest.mark.slow),
         pytest.param("llama", TREES[1], "replicated", marks=pytest.mark.slow),
         pytest.param("mla", TREES[1], "sequence", marks=pytest.mark.slow),
-        pytest.param("mla", Chain(3), "sequence", marks=pytest.mark.slow),
     ],
     ids=str,
 )
