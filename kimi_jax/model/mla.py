@@ -117,21 +117,12 @@ def attend_absorbed(
         share=rules.share(),
     )
     last, mask = (positions, None) if tree is None else (tree.last, tree.mask)
-    attend = _attend_shares if rules.mesh_axes("S") else _attend_all
-    context = attend(q_latent, q_rope, cache, last, mask, cfg.softmax_scale, rules)
+    operands, scale = (q_latent, q_rope, cache, last), cfg.softmax_scale
+    if rules.mesh_axes("S"):
+        context = _attend_shares(*operands, rules, scale=scale, tree_mask=mask)
+    else:
+        context = mla_attention(*operands, scale=scale, tree_mask=mask)
     return per_head(context, attn.kv_b_proj_v[...].astype(context.dtype)), cache
-
-
-def _attend_all(
-    q_latent: Float[Array, "B T N C"],
-    q_rope: Float[Array, "B T N R"],
-    cache: Float[Array, "BS CR"],
-    last: Int[Array, "B T"],
-    mask: Array | None,
-    scale: float,
-    _: Rules,
-) -> Float[Array, "B T N C"]:
-    return mla_attention(q_latent, q_rope, cache, last, scale=scale, tree_mask=mask)
 
 
 def _attend_shares(
@@ -139,11 +130,12 @@ def _attend_shares(
     q_rope: Float[Array, "B T N R"],
     cache: Float[Array, "BS CR"],
     last: Int[Array, "B T"],
-    mask: Array | None,
-    scale: float,
     rules: Rules,
+    *,
+    scale: float,
+    tree_mask: Array | None,
 ) -> Float[Array, "B T N C"]:
-    """The same over a cache whose slots are shared out.
+    """`mla_attention` over a cache whose slots are shared out.
 
     Each device attends the queries of all heads over its own slots; then the parts of a head meet
     on the device that has it. Two exchanges, of queries and of parts with their log-sum-exp.
@@ -158,7 +150,7 @@ def _attend_shares(
         cache,
         share.last(last),
         scale=scale,
-        tree_mask=None if mask is None else share.tree_mask(mask, last[:, 0]),
+        tree_mask=None if tree_mask is None else share.tree_mask(tree_mask, last[:, 0]),
     )
     # The log-sum-exp travels beside the values, its bits as one or two of their kind.
     bits = jax.lax.bitcast_convert_type(lse_f32, parts.dtype).reshape(B, T, share.count * N, -1)
