@@ -42,7 +42,7 @@ import jax.numpy as jnp
 import numpy as np
 from kimi_jax.checkpoint.load import load_params, open_checkpoint
 from kimi_jax.config import ModelConfig
-from kimi_jax.runtime.placement import abstract_model, stored_dtype
+from kimi_jax.runtime.placement import abstract_model, kept_dtypes
 
 def peak():
     with open("/proc/self/status") as status:
@@ -59,9 +59,8 @@ if int(ready_bytes):
     np.empty(int(ready_bytes), np.uint8)[::4096] = 1
 began, cpu = time.perf_counter(), time.process_time()
 plan = open_checkpoint(ModelConfig.from_folder(Path(folder)), folder)
-wanted = abstract_model(
-    plan.cfg, mesh, jnp.dtype(dtype), embedding_dtype=stored_dtype(plan, "embed_tokens")
-).wanted
+kept = kept_dtypes(plan, jnp.dtype(dtype), platform=jax.devices()[0].platform)
+wanted = abstract_model(plan.cfg, mesh, jnp.dtype(dtype), own=kept).wanted
 planned = time.perf_counter()
 params = load_params(plan, wanted, progress=False)
 done = time.perf_counter()

@@ -41,7 +41,7 @@ from kimi_jax.runtime.conditions import conditions
 from kimi_jax.runtime.flags import simulate_mesh
 from kimi_jax.runtime.llm import DTYPES
 from kimi_jax.runtime.mesh import check_sizes, make_mesh, parse_mesh
-from kimi_jax.runtime.placement import abstract_model, stored_dtype
+from kimi_jax.runtime.placement import abstract_model, kept_dtypes, stored_dtype
 
 _log = logging.getLogger("convert_checkpoint")
 
@@ -99,14 +99,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         _log.warning(
             "%s rounds %s: --dtype float32 keeps every value", dtype, summarise(rounded, 3)
         )
-    # The embedding stays as narrow as it is: its rows are widened after the look-up.
-    embedding = stored_dtype(plan, "embed_tokens")
-    wanted = abstract_model(
-        plan.cfg,
-        mesh,
-        DTYPES[dtype],
-        embedding_dtype=embedding if holds(DTYPES[dtype], embedding) else DTYPES[dtype],
-    ).wanted
+    # What a CPU keeps narrow: where a wider dtype is wanted, loading widens.
+    kept = kept_dtypes(plan, DTYPES[dtype], platform="cpu")
+    wanted = abstract_model(plan.cfg, mesh, DTYPES[dtype], own=kept).wanted
     job = prepare(plan, wanted, args.out, dtype=dtype, mesh=mesh.shape)
     _log.info(
         "%s: %.3f GB in %d pieces, cut as %s, %s",

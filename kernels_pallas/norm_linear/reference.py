@@ -7,12 +7,23 @@
 One op, since on a GPU at few tokens each of its parts by itself costs a launch.
 """
 
+import functools
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
+
+FEW_ROWS = 16
+"""Up to here a narrower matrix is widened in the loop that multiplies; beyond, all of it first."""
+
+UNROLLED = 8
+"""Inputs such a loop adds up at a time. Of 16, XLA:CPU would copy the bits first."""
+
+BLOCK_VALUES = 1 << 18
+"""Of a narrower matrix, what is multiplied at a time: it stays in a core's own cache."""
 
 
 class Normed(NamedTuple):
@@ -55,9 +66,49 @@ def rms_norm(x: Float[Array, "*B D"], scale: Float[Array, " D"], eps: float) -> 
 
 def linear(x: jax.Array, kernel: jax.Array) -> jax.Array:
     """x [..., in] times kernel [in, *out], accumulated in float32, in x's dtype."""
-    flat = kernel.reshape(kernel.shape[0], -1).astype(x.dtype)
-    out = jnp.matmul(x, flat, preferred_element_type=jnp.float32).astype(x.dtype)
+    out = matmul_f32(x, kernel.reshape(kernel.shape[0], -1)).astype(x.dtype)
     return out.reshape(*x.shape[:-1], *kernel.shape[1:])
+
+
+def matmul_f32(x: Float[Array, "*B D"], kernel: Float[Array, "D F"]) -> Float[Array, "*B F"]:
+    """The product, accumulated in float32, in float32; of a kernel narrower than x exactly."""
+    rows = math.prod(x.shape[:-1])
+    is_narrow = x.dtype == jnp.float32 and kernel.dtype == jnp.bfloat16
+    if is_narrow and rows <= FEW_ROWS and x.shape[-1] % UNROLLED == 0:
+        return _widening(x.reshape(rows, -1), kernel).reshape(*x.shape[:-1], -1)
+    return jnp.matmul(x, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
+
+
+def _widening(x: Float[Array, "T D"], kernel: Float[Array, "D F"]) -> Float[Array, "T F"]:
+    """The product with a bfloat16 matrix that is widened in the loop that multiplies.
+
+    A float32 copy would be written and read for every product. Each row of x is multiplied by
+    itself with a block of the matrix that stays in the processor's cache.
+    """
+    T, (D, F) = x.shape[0], kernel.shape
+    most = max(1, BLOCK_VALUES // (F * UNROLLED))
+    height = max(n for n in range(1, most + 1) if D // UNROLLED % n == 0)
+    ones = jnp.ones((1, height), jnp.float32)
+
+    def add(i: jax.Array, out: jax.Array) -> jax.Array:
+        block, row = i // T, i % T
+        # XLA would take the view of the bits, as a copy of the whole matrix, out of the loop.
+        kernel_here, block = jax.lax.optimization_barrier((kernel, block))
+        bits = kernel_here.view(jnp.uint16).reshape(D // UNROLLED, UNROLLED, F)
+        grouped = x.reshape(T, D // UNROLLED, UNROLLED)
+        grouped = jax.lax.dynamic_slice(grouped, (row, block * height, 0), (1, height, UNROLLED))[0]
+        products = []
+        for j in range(UNROLLED):
+            cut = jax.lax.dynamic_slice(bits, (block * height, j, 0), (height, 1, F))[:, 0]
+            widened = jax.lax.bitcast_convert_type(cut.astype(jnp.uint32) << 16, jnp.float32)
+            products.append(grouped[:, j, None] * widened)
+        sums = [functools.reduce(jnp.add, products[k::2]) for k in range(2)]
+        # A product with ones: XLA:CPU's own sums along columns are slow.
+        new = jax.lax.dynamic_slice_in_dim(out, row, 1) + jnp.matmul(ones, sums[0] + sums[1])
+        return jax.lax.dynamic_update_slice_in_dim(out, new, row, 0)
+
+    blocks = D // UNROLLED // height
+    return jax.lax.fori_loop(0, blocks * T, add, jnp.zeros((T, F), jnp.float32))
 
 
 def product(h: Float[Array, "*B D"], kernel: Float[Array, "D _"], dtype: jnp.dtype) -> jax.Array:

@@ -8,6 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from kernels_pallas.norm_linear.reference import linear as linear
+from kernels_pallas.norm_linear.reference import matmul_f32 as matmul_f32
 from kernels_pallas.norm_linear.reference import rms_norm as rms_norm
 from kimi_jax.axes import Rules
 
@@ -71,4 +72,6 @@ def take_rows(table: Float[Array, "X *row"], at: Int[Array, "B T"]) -> Float[Arr
     """table[at]. XLA:CPU has no bfloat16 gather and would widen the whole table: take its bits."""
     if table.dtype != jnp.bfloat16:
         return table[at]
+    # XLA would take the view of the bits, as a copy of the whole table, out of a decoding loop.
+    table, at = jax.lax.optimization_barrier((table, at))
     return jax.lax.bitcast_convert_type(table.view(jnp.uint16)[at], jnp.bfloat16)

@@ -25,6 +25,7 @@ from kimi_jax.model.layers import (
     Mlp,
     gain,
     gated_linear,
+    matmul_f32,
     rms_norm,
     take_rows,
     weight,
@@ -196,7 +197,7 @@ def logits(model: Kimi, hidden: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
     """Final norm and head, in float32, over this device's part of the vocabulary."""
     with jax.named_scope("head"):
         h = rms_norm(hidden, model.norm[...], model.cfg.rms_norm_eps)
-        return jnp.matmul(h, head(model).astype(h.dtype), preferred_element_type=jnp.float32)
+        return matmul_f32(h, head(model))
 
 
 def head(model: Kimi) -> Float[Array, "D V"]:

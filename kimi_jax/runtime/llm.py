@@ -31,7 +31,7 @@ from kimi_jax.runtime.mesh import (
     make_mesh,
     parse_mesh,
 )
-from kimi_jax.runtime.placement import abstract_model, stored_dtype
+from kimi_jax.runtime.placement import abstract_model, kept_dtypes
 from kimi_jax.runtime.replies import ChatCollector, Collector, Piece, Result, TextCollector
 from kimi_jax.runtime.requests import Prompt, RequestMaker, as_list
 from kimi_jax.runtime.run import Run
@@ -128,7 +128,7 @@ class LLM:
             cfg,
             self.mesh,
             DTYPES[self.dtype],
-            embedding_dtype=stored_dtype(plan, "embed_tokens"),
+            own=kept_dtypes(plan, DTYPES[self.dtype], platform=kind),
         )
         began = time.perf_counter()
         params = load_params(plan, abstract.wanted, progress=progress)

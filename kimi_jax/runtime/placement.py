@@ -5,6 +5,7 @@ Shapes alone: nothing is read or built, and the mesh may be one of devices that 
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -13,12 +14,23 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from kimi_jax.axes import WHOLE
-from kimi_jax.checkpoint.converted import Converted
+from kimi_jax.checkpoint.converted import Converted, holds
 from kimi_jax.checkpoint.reader import DTYPES
 from kimi_jax.checkpoint.table import Plan
 from kimi_jax.config import ModelConfig
 from kimi_jax.model.transformer import Kimi
 from kimi_jax.runtime.mesh import RULES
+
+LARGE_MATRIX = 1 << 18
+"""Values from which on reading a matrix takes longer than widening it: a core's own cache."""
+
+# Matrices nothing but `linear` reads.
+_FOR_LINEAR = frozenset(
+    (
+        *("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "o_proj"),
+        *("gate_proj", "up_proj", "down_proj", "lm_head"),
+    )
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +55,7 @@ def abstract_model(
     mesh: Mesh | AbstractMesh,
     dtype: jnp.dtype,
     *,
-    embedding_dtype: jnp.dtype | None = None,
+    own: Mapping[str, jnp.dtype] | None = None,
 ) -> AbstractModel:
     """The model of a configuration, cut over a mesh.
 
@@ -51,23 +63,43 @@ def abstract_model(
         cfg: with a `quantization` if the experts are INT4 (`Plan.cfg`).
         mesh: of the axes in `runtime.mesh`; on one device nothing is cut.
         dtype: of weights that are not packed, but for the router's bias (float32).
-        embedding_dtype: of the embedding, whose rows are widened after the look-up: that of the
-            files (`stored_dtype`) is exact, and half the memory in float32. INT4 scales are widened
-            once, here: inside the expert products it would cost a fifth of a step on a CPU.
+        own: dtypes of parameters that have another one (`kept_dtypes`), by path.
     """
     abstract = nnx.eval_shape(lambda: Kimi(cfg, dtype=dtype, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(abstract)
     rules = RULES if mesh.size > 1 else WHOLE
-    own = {"embed_tokens": embedding_dtype}
+    own = own or {}
     wanted = {
         _dotted(path): jax.ShapeDtypeStruct(
             param.shape,
-            own.get(_dotted(path)) or param.dtype,
+            own.get(_dotted(path), param.dtype),
             sharding=NamedSharding(mesh, rules.pspec(param.axes)),
         )
         for path, param in nnx.to_flat_state(state)
     }
     return AbstractModel(graph, state, wanted)
+
+
+def kept_dtypes(plan: Plan | Converted, dtype: jnp.dtype, *, platform: str) -> dict[str, jnp.dtype]:
+    """Parameters that keep the dtype they have in the files, where that is narrower than `dtype`.
+
+    Nothing is rounded by it. The embedding's rows are widened after the look-up. On a CPU, which
+    computes in float32, so are large matrices in the products themselves (`linear`): half the
+    memory to hold and to read. INT4 scales are not, which would make the experts' products slower.
+    """
+    kept = {}
+    for path, row in plan.parameters.items():
+        name = path.rsplit(".", 1)[-1]
+        is_embedding = path == "embed_tokens" and not plan.cfg.tie_word_embeddings
+        is_large = math.prod(row.shape) >= LARGE_MATRIX and ".experts." not in path
+        is_for_linear = platform == "cpu" and is_large and name in _FOR_LINEAR
+        if not is_embedding and not is_for_linear:
+            continue
+        stored = stored_dtype(plan, path)
+        is_narrower = stored.itemsize < jnp.dtype(dtype).itemsize and holds(dtype, stored)
+        if is_narrower and (is_embedding or stored == jnp.bfloat16):
+            kept[path] = stored
+    return kept
 
 
 def stored_dtype(plan: Plan | Converted, path: str) -> jnp.dtype:

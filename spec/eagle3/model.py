@@ -27,7 +27,17 @@ from kimi_jax.config import ModelConfig
 from kimi_jax.model import rope, transformer
 from kimi_jax.model.attention import TreeRows, attend_blocked
 from kimi_jax.model.cache import CACHE_AXES, write_rows
-from kimi_jax.model.layers import Keys, KeySequence, Mlp, gain, linear, mlp_layer, rms_norm, weight
+from kimi_jax.model.layers import (
+    Keys,
+    KeySequence,
+    Mlp,
+    gain,
+    linear,
+    matmul_f32,
+    mlp_layer,
+    rms_norm,
+    weight,
+)
 from kimi_jax.model.mla import Attention, attention_layer, compress
 from kimi_jax.model.transformer import Kimi
 from spec.eagle3.config import DrafterConfig
@@ -227,7 +237,7 @@ def head_logits(
 ) -> Float[Array, "*B W"]:
     """The same with a head given."""
     h = carried if cfg.norm_output else rms_norm(carried, model.norm[...], cfg.rms_norm_eps)
-    return jnp.matmul(h, head.astype(h.dtype), preferred_element_type=jnp.float32)
+    return matmul_f32(h, head)
 
 
 def to_target_ids(model: Eagle3, draft_ids: Int32[Array, "*B"]) -> Int32[Array, "*B"]:

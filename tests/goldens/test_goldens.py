@@ -84,6 +84,7 @@ def test_logits_through_the_cache(golden, llm, size):
     golden.close(logits[golden.arrays["positions"]], "logits")
 
 
+@pytest.mark.slow
 def test_decoding_on_eight_devices(golden, llm_on_eight):
     """The token after each known position past the 32 of training, and a longer reply."""
     tokens, original = golden.tokens.tolist(), 32

@@ -140,6 +140,7 @@ def test_many_tokens_equal_few_at_tile_ends(assert_close_to_scale):
         assert_close_to_scale(form.values[0](x, experts, ids, combine), exact, 1e-5)
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None)
 @given(data=st.data())
 def test_drawn_shapes(data):

@@ -107,6 +107,7 @@ def test_a_share_of_the_slots(implementation, start, assert_close_to_scale):
         np.testing.assert_array_equal(np.asarray(out.cache)[is_old], own[is_old])
 
 
+@pytest.mark.slow
 @settings(max_examples=5, deadline=None)
 @given(
     B=st.integers(1, 3),

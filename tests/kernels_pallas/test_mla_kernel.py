@@ -157,6 +157,7 @@ def test_large_scores_do_not_overflow(assert_close):
     assert_close(run(*arrays)[0], oracle(*arrays)[0], atol=5e-2)
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None)
 @given(data=st.data())
 def test_drawn_shapes(data):

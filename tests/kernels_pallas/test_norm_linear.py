@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels_pallas.norm_linear import norm_linear, pallas_triton
+from kernels_pallas.norm_linear import norm_linear, pallas_triton, reference
 from kernels_pallas.norm_linear.arg_specs import SPECS, NormLinearSpec
 from kernels_pallas.norm_linear.reference import is_exact
 from kernels_pallas.tiles import LinearTiles
@@ -75,6 +75,7 @@ def test_named_shapes_of_kimi(name, assert_close_to_scale):
     check(out, operands, spec.options, assert_close_to_scale)
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None)
 @given(
     T=st.integers(1, 64),
@@ -115,3 +116,28 @@ def test_what_the_kernel_does_not_take_is_named():
     ]:
         with pytest.raises(ValueError, match=words):
             norm_linear(x, None, gain, (width,), eps=1e-5, implementation="interpret")
+
+
+# (D, F) of several blocks, of one that is not full, and of widths the loop does not divide.
+@pytest.mark.parametrize("shape", [(256, 4096), (40, 24), (20, 24)])
+@pytest.mark.parametrize("T", [1, 3, reference.FEW_ROWS, reference.FEW_ROWS + 1])
+def test_a_narrower_matrix_is_multiplied_exactly(T, shape, assert_close_to_scale):
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((T, shape[0]), np.float32)
+    kernel = jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+    out = jax.jit(reference.matmul_f32)(x, kernel)
+    # float32: sums of at most 256 terms in another order.
+    assert_close_to_scale(out, x.astype(np.float64) @ np.asarray(kernel).astype(np.float64), 1e-6)
+
+
+def test_a_narrower_matrix_is_not_copied_in_a_loop():
+    x, kernel = jnp.ones((1, 512)), jnp.ones((512, 2048), jnp.bfloat16)
+
+    def run(x, kernel):
+        def body(_, x):
+            return x + reference.matmul_f32(x, kernel)[:, :512]
+
+        return jax.lax.fori_loop(0, 8, body, x)
+
+    memory = jax.jit(run).lower(x, kernel).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < kernel.nbytes / 4

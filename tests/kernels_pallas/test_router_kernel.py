@@ -29,6 +29,7 @@ def test_named_shapes(name):
     check(SPECS[name].operands(), SPECS[name].choosing)
 
 
+@pytest.mark.slow
 @settings(max_examples=6, deadline=None)
 @given(
     T=st.integers(1, 9),

@@ -25,6 +25,7 @@ def test_slots_by_hand():
     assert ALL.is_all and not Share(0, 2).is_all
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(
     count=st.sampled_from([1, 2, 4, 8]),

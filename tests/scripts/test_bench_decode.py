@@ -10,6 +10,7 @@ COLUMNS = (
 ).split()
 
 
+@pytest.mark.slow
 def test_every_form_is_measured(script, tiny, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(json.dumps({"prompt": "words " * 40}) for _ in range(3)))

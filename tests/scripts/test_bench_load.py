@@ -13,6 +13,7 @@ def test_the_last_line_compares_with_cat(tiny, script, more):
     assert last["conditions"]["mesh"] == "tensor=2" and "share" in text
 
 
+@pytest.mark.slow
 def test_a_converted_checkpoint_takes_its_turns(tiny, tmp_path, script):
     script.json("convert_checkpoint.py", tiny, tmp_path / "out", "--mesh", "tensor=2")
     last, text = script.json(

@@ -316,6 +316,7 @@ def test_a_prompt_that_is_too_long(loaded, tiny, capsys):
 # Processes.
 
 
+@pytest.mark.slow
 def test_mesh_on_simulated_devices(script, tiny, llm):
     prompt = "def f(n):"
     out, before = script.json(
@@ -342,6 +343,7 @@ def test_demo_is_the_default(script):
     assert "\n    " in out["text"] and "return" in out["text"]
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_ends_quietly(script, tiny):
     options = ("--model", tiny, "--prompt", "a", "--max-new-tokens", 100)
     with script.start("generate.py", *options) as process:

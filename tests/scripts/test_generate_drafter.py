@@ -12,6 +12,7 @@ def drafter(script, tiny, tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options, drafted",
     [

@@ -277,6 +277,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_named_with_the_files_to_get_again(copy, capsys, fault):
     spoil, said, again = FAULTS[fault]

@@ -93,6 +93,7 @@ def read(path, llm):
 # Answers anew.
 
 
+@pytest.mark.slow
 def test_greedy_samples_are_what_the_model_replies(loaded, llm, options, tmp_path, capsys):
     out = tmp_path / "new" / "out.jsonl"
     made = run(capsys, *options, "--out", out, "--temperature", 0, "--limit", 8)
@@ -162,6 +163,7 @@ def ending(llm, monkeypatch):
     monkeypatch.setattr(make_training_data, "SamplingParams", params)
 
 
+@pytest.mark.slow
 def test_chats_go_on_from_their_new_answers_and_hold_the_stop_token(
     loaded, ending, llm, tiny, chats, tmp_path, capsys
 ):
@@ -197,6 +199,7 @@ def test_chats_go_on_from_their_new_answers_and_hold_the_stop_token(
     assert num_later >= 3
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_and_writes_the_same_file(
     loaded, ending, tiny, chats, options, tmp_path, capsys
 ):

@@ -43,6 +43,7 @@ def profiled(demo, tmp_path_factory):
     return profile_cycle.profile(demo, text, CONTEXT, args, folder, recording=0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [None, Chain(K)])
 def test_every_operation_of_weight_has_a_stage(demo, form):
     text = demo.engine.lower_decode(1, demo.engine.capacities[0], form).compile().as_text()
@@ -64,6 +65,7 @@ def test_every_operation_of_weight_has_a_stage(demo, form):
     assert form or not {stages.DRAFT, stages.EXTEND} & set(found.values())
 
 
+@pytest.mark.slow
 def test_stages_add_up_to_what_was_recorded(demo, profiled):
     timed, gives = profiled
     assert 1 <= gives <= K + 1

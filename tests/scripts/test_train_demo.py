@@ -13,6 +13,7 @@ from kimi_jax.config import ModelConfig
 FACTS = {"parameters", "bytes", "held_out_loss", "held_out_bits_per_byte", "steps", "seed"}
 
 
+@pytest.mark.slow
 def test_smoke_run_resumes_and_its_checkpoint_generates(script, tmp_path):
     out, work = tmp_path / "demo", tmp_path / "work"
     options = ("train_demo.py", "--smoke", "--out", out, "--work", work)

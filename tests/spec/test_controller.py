@@ -62,6 +62,7 @@ def test_fixed_until_the_drafters_own_limit(shape):
     assert fixed.choose([30, 200]) == (None, MANY)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "acceptance, best",
     [

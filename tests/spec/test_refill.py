@@ -78,6 +78,7 @@ def test_replies_are_those_of_plain_decoding_alone(
     check_replies(llm.generate(prompts, params), expected)
 
 
+@pytest.mark.slow
 def test_speculation_is_that_of_the_request_alone(on):
     """The demo's drafter is right as often: it knows all of the prompt it was given in a running
     batch."""
@@ -128,6 +129,7 @@ def test_auto_sees_the_rows_that_are_live(
         assert sum(report.accepted_by_depth) <= report.row_cycles * report.proposal.depth
 
 
+@pytest.mark.slow
 def test_rows_past_the_drafters_positions_do_not_spoil_a_new_one(
     target_folder, make_drafter_folder, plain, check_replies, ids, on
 ):

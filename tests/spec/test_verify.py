@@ -101,6 +101,7 @@ def test_greedy_keeps_the_path_that_matches(shape, drafts, path, rule):
     assert found.chosen.token[0, : len(path)].tolist() == [1, 2, 3][: len(path)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_rejection_is_exact_by_enumeration(shape, monkeypatch):
     """All drafts that can be drawn, all coins: the emitted tokens' distribution to rounding.

@@ -34,7 +34,7 @@ from kimi_jax.checkpoint.load import load_params, open_checkpoint
 from kimi_jax.checkpoint.reader import CheckpointError
 from kimi_jax.config import ModelConfig
 from kimi_jax.runtime.mesh import make_mesh, parse_mesh
-from kimi_jax.runtime.placement import abstract_model, stored_dtype
+from kimi_jax.runtime.placement import abstract_model, kept_dtypes
 
 EXPERTS = "layers.1.mlp.experts.gate_proj"
 
@@ -50,11 +50,8 @@ def opened(folder: Path):
 
 
 def wanted_of(plan, mesh: str, dtype: str = "bfloat16") -> dict[str, jax.ShapeDtypeStruct]:
-    embedding = stored_dtype(plan, "embed_tokens")
-    sizes = parse_mesh(mesh)
-    return abstract_model(
-        plan.cfg, make_mesh(sizes), jnp.dtype(dtype), embedding_dtype=embedding
-    ).wanted
+    kept = kept_dtypes(plan, jnp.dtype(dtype), platform="cpu")
+    return abstract_model(plan.cfg, make_mesh(parse_mesh(mesh)), jnp.dtype(dtype), own=kept).wanted
 
 
 def assert_same(found: dict[str, jax.Array], expected: dict[str, jax.Array]) -> None:

@@ -225,6 +225,7 @@ def test_a_process_reads_the_rows_its_devices_need(
         assert sum(n for name, n in plan.files.reads if name in names) == share * stored, path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [1, 100, 1 << 14, 1 << 22])
 @pytest.mark.parametrize("with_xla", [True, False])
 def test_blocks_of_any_size_give_the_same_bits(

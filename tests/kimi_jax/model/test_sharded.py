@@ -129,6 +129,7 @@ def compare_layers(cfg, moe, mesh, x, assert_close_to_scale):
     return routing
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"tensor": 8}, {"expert": 2, "tensor": 4}], ids=str)
 def test_int4_experts(tiny, fill_module, shape_rngs, mesh, assert_close_to_scale):
     """Widths cut between groups of 32 inputs; padding stays outside on every device."""

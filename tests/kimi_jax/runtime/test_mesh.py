@@ -71,6 +71,7 @@ def whole(llm, behaviour):
     return behaviour(llm)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", INT4_MESHES)
 def test_int4_experts_on_eight_devices(make_llm, behaviour, whole, mesh):
     llm = make_llm(mesh)
@@ -93,6 +94,7 @@ def test_unpacked_experts_on_eight_devices(make_llm, make_folder, ids, on):
     np.testing.assert_allclose(llm.logits(ids(12)), expected, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_cache_shared_out_over_the_devices(
     make_llm, llm, monkeypatch, ids, on, assert_close_to_scale
 ):

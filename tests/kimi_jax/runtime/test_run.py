@@ -76,6 +76,7 @@ def test_eight_devices(make_llm, llm, requests_of):
     check_same(found, alone(llm.engine, requests))
 
 
+@pytest.mark.slow
 def test_longer_requests_than_those_that_run(folder, llm, ids, on, monkeypatch):
     """The running rows' capacity grows for them, and warm-up knew that it might."""
     # Fewer programs to compile.

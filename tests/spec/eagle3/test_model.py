@@ -98,6 +98,7 @@ def test_logits_and_carried_states_are_the_twins(
     assert_close_to_scale(logits, whole.logits, TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "mla"])
 def test_drafts_are_the_twins(make_drafted, make_drafter_folder, target_folder, ids, on, kind):
     """Chain and trees after a prompt: the fed-back state, map, positions, slots and tree masks."""

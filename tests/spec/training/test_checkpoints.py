@@ -207,6 +207,7 @@ DAMAGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES.keys())
 def test_a_newer_step_that_is_not_whole_is_passed_over(tmp_path, caplog, damage):
     fill(tmp_path, [1, 2])
@@ -244,6 +245,7 @@ def test_what_a_killed_save_leaves_under_a_temporary_name_goes(tmp_path):
     assert step_folders(tmp_path) == ["1", "2"]
 
 
+@pytest.mark.slow
 def test_a_process_killed_while_it_saves_leaves_the_step_before(tmp_path):
     script = f"""
         import os

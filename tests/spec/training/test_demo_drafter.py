@@ -24,6 +24,7 @@ def plain():
     return LLM(DEMO, max_length=128, max_batch=4, progress=False)
 
 
+@pytest.mark.slow
 def test_acceptance_predicted_from_the_text_is_that_of_the_cycles(plain):
     prompts = [plain.tokenizer.encode(prompt) for prompt in PROMPTS]
     params = SamplingParams(max_new_tokens=NEW, ignore_eos=True)

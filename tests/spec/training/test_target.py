@@ -49,6 +49,7 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [None, "tensor=8"])
 def test_packed_states_equal_those_of_each_sample(folder, samples, assert_close_to_scale, mesh):
     llm = LLM(folder, mesh=mesh, max_length=64, max_batch=1, progress=False)

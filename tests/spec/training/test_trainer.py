@@ -35,6 +35,7 @@ def check_same(found, expected, assert_close):
         assert_close(found[1][path], value, **CLOSE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "num_rows", "length"),
     [([[0], [1], [2], [3]], 4, 24), ([[0, 1], [2, 3]], 2, 16), ([[3, 1, 2], [0]], 6, 20)],
