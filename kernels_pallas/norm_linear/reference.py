@@ -82,8 +82,8 @@ def matmul_f32(x: Float[Array, "*B D"], kernel: Float[Array, "D F"]) -> Float[Ar
 def _widening(x: Float[Array, "T D"], kernel: Float[Array, "D F"]) -> Float[Array, "T F"]:
     """The product with a bfloat16 matrix that is widened in the loop that multiplies.
 
-    A float32 copy would be written and read for every product. Each row of x is multiplied by
-    itself with a block of the matrix that stays in the processor's cache.
+    A float32 copy would be written and read for every product. All rows of x go over a block of the
+    matrix while it lies in a core's cache, then over the next.
     """
     T, (D, F) = x.shape[0], kernel.shape
     most = max(1, BLOCK_VALUES // (F * UNROLLED))

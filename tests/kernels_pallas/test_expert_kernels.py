@@ -129,6 +129,7 @@ def test_extreme_nibbles_and_zero_scales(form, assert_close_to_scale):
     np.testing.assert_array_equal(form(x, zero, ids, combine), np.zeros(x.shape))
 
 
+@pytest.mark.slow
 def test_many_tokens_equal_few_at_tile_ends(assert_close_to_scale):
     """Groups of one tile, of one row more, of one row, and of none."""
     spec = dataclasses.replace(SMALL, T=40)

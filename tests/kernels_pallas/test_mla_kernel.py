@@ -121,6 +121,7 @@ def test_slots_nobody_sees_are_never_read():
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_parts_of_a_cache_merge_by_their_log_sum_exp(assert_close):
     """What a cache cut along its slots needs: each part's result, weighted, is the whole's."""
     spec = MlaSpec(B=1, T=2, N=2, S=64, C=32, R=16, dtype="float32")

@@ -119,6 +119,7 @@ def test_a_right_checkpoint(layer, script):
     assert last["placement"]["cache_bytes_per_token"] == (32 + 4) * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"tensor": 8}, {"expert": 4, "tensor": 2}, None])
 def test_it_loads_onto_8_devices_with_the_bytes_it_says(layer, capsys, sizes):
     plan = check(ModelConfig.from_folder(layer), CheckpointFiles.open(layer))

@@ -289,6 +289,7 @@ def test_kept_answers_need_no_model(tmp_path, capsys, monkeypatch):
     assert out.read_bytes() == whole
 
 
+@pytest.mark.slow
 def test_the_library_is_given_without_the_modules_held_out():
     train, held_out = train_demo.library_files()
     assert [path for _, path in make_training_data._files("stdlib")] == train

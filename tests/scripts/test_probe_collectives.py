@@ -58,6 +58,7 @@ def test_nvidia_smi_is_read_by_lines(monkeypatch, tmp_path):
     assert probe.read_topology() == {"topology": None, "peer_access": None}
 
 
+@pytest.mark.slow
 def test_the_planner_reads_its_file(script, tmp_path):
     path = tmp_path / "measured.json"
     out, text = script.json(

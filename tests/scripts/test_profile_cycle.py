@@ -124,6 +124,7 @@ def test_the_script_ends_with_its_figures(monkeypatch, capsys, demo, profiled, t
     assert path.is_relative_to(tmp_path / f"context-{CONTEXT}") and path.is_file()
 
 
+@pytest.mark.slow
 def test_plain_steps_alone(monkeypatch, capsys, demo, profiled):
     options = ("--context", CONTEXT, "--repeats", 1, "--cycles", 2, "--draft-tokens", 0)
     out, table = run_main(monkeypatch, capsys, demo, *options)

@@ -92,6 +92,7 @@ def read(path) -> list[dict]:
 # Chat.
 
 
+@pytest.mark.slow
 def test_a_chat_keeps_its_history_until_it_is_reset(loaded, llm, run):
     options = SamplingParams(max_new_tokens=6, temperature=1.0, top_p=0.95, seed=3)
     hello, again = ({"role": "user", "content": text} for text in ("hello", "again"))

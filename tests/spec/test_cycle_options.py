@@ -18,7 +18,9 @@ def llm(make_drafted):
 
 
 @pytest.mark.parametrize(
-    "shape", [Chain(3), WIDE, pytest.param(TREES[1], marks=pytest.mark.slow)], ids=str
+    "shape",
+    [Chain(3), *(pytest.param(shape, marks=pytest.mark.slow) for shape in (WIDE, TREES[1]))],
+    ids=str,
 )
 @pytest.mark.parametrize("options", OPTIONS)
 def test_every_option_means_the_same(llm, only, plain, check_same, ids, on, shape, options):
@@ -61,6 +63,7 @@ def test_max_new_tokens_is_exact(llm, only, plain, check_same, ids, on, new):
 MLA_31 = {"fc_norm": True, "norm_output": True}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape", [Chain(3), pytest.param(TREES[1], marks=pytest.mark.slow)], ids=str
 )
@@ -70,6 +73,7 @@ def test_mla_drafters(check_same, make_drafted, only, plain, ids, on, shape):
     check_same(llm, plain, [ids(n, n) for n in SHORT], on(32))
 
 
+@pytest.mark.slow
 def test_sampled_drafts_keep_the_tokens_at_temperature_zero(
     check_same, make_drafted, only, plain, ids, on
 ):
@@ -121,6 +125,7 @@ def test_sampled_replies_have_the_distribution_of_plain_ones(
     assert chi_square < 29.9
 
 
+@pytest.mark.slow
 def test_lossy_is_exact_where_replies_are_greedy(check_same, make_drafted, only, plain, ids, on):
     """And takes nearly every draft at a temperature where the threshold is next to nothing."""
     llm = make_drafted(lossy_threshold=1e-6)
@@ -131,6 +136,7 @@ def test_lossy_is_exact_where_replies_are_greedy(check_same, make_drafted, only,
         assert result.speculation.tokens_per_cycle > 3.5
 
 
+@pytest.mark.slow
 def test_a_seeded_row_depends_on_nothing_but_its_seed(llm, only, ids, on):
     only(Chain(3))
     write_script(llm, REAL)
@@ -144,6 +150,7 @@ def test_a_seeded_row_depends_on_nothing_but_its_seed(llm, only, ids, on):
         assert llm.generate(prompts, params)[slot].token_ids == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, shape, cache",
     [
@@ -168,6 +175,7 @@ def test_eight_devices_give_the_replies_of_one(
         assert [r.speculation for r in found] == [r.speculation for r in alone]
 
 
+@pytest.mark.slow
 def test_past_its_own_positions_a_drafter_rests(
     check_same, llm, make_drafter_folder, target_cfg, monkeypatch, plain, ids, on
 ):
@@ -182,6 +190,7 @@ def test_past_its_own_positions_a_drafter_rests(
             assert (result.speculation.drafted > 0) == does_draft
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, shape",
     [

@@ -99,6 +99,7 @@ def compare(ours, theirs, assert_close_to_scale):
             assert_close_to_scale(a, b, TOLERANCE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_prefill(step, prefill, mesh, assert_close_to_scale):
     args, one_device = prefill

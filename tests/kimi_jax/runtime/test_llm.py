@@ -46,6 +46,7 @@ def test_loading_compiles_nothing(folder):
     assert num_compiles() == before
 
 
+@pytest.mark.slow
 def test_bfloat16_is_close_to_float32(make_llm, llm, ids, on):
     """Weights are bfloat16 in the file, so only activations round, to 2^-9 each.
 

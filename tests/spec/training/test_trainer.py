@@ -49,6 +49,7 @@ def test_padding_and_packing_change_nothing(
     check_same(gradients_of(trainer, example, count), expected, assert_close)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "placement", [pytest.param("replicated", marks=pytest.mark.slow), "sharded"]
 )
