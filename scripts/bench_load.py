@@ -60,7 +60,7 @@ if int(ready_bytes):
 began, cpu = time.perf_counter(), time.process_time()
 plan = open_checkpoint(ModelConfig.from_folder(Path(folder)), folder)
 kept = kept_dtypes(plan, jnp.dtype(dtype), platform=jax.devices()[0].platform)
-wanted = abstract_model(plan.cfg, mesh, jnp.dtype(dtype), own=kept).wanted
+wanted = abstract_model(plan.cfg, mesh, jnp.dtype(dtype), dtypes=kept).wanted
 planned = time.perf_counter()
 params = load_params(plan, wanted, progress=False)
 done = time.perf_counter()

@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         )
     # What a CPU keeps narrow: where a wider dtype is wanted, loading widens.
     kept = kept_dtypes(plan, DTYPES[dtype], platform="cpu")
-    wanted = abstract_model(plan.cfg, mesh, DTYPES[dtype], own=kept).wanted
+    wanted = abstract_model(plan.cfg, mesh, DTYPES[dtype], dtypes=kept).wanted
     job = prepare(plan, wanted, args.out, dtype=dtype, mesh=mesh.shape)
     _log.info(
         "%s: %.3f GB in %d pieces, cut as %s, %s",

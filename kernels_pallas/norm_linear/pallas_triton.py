@@ -70,7 +70,7 @@ def norm_linear(
     flat = [a.reshape(rows, D) for a in (x, delta) if a is not None]
     columns = [min(tiles.columns, largest_power_of_two_in(k.shape[1])) for k in kernels]
     blocks = [k.shape[1] // c for k, c in zip(kernels, columns, strict=True)]
-    widest = max((jnp.result_type(x.dtype, k.dtype).itemsize for k in kernels), default=2)
+    widest = max((_wider(x.dtype, k.dtype).itemsize for k in kernels), default=2)
     # Tiles are given for 2-byte values and few rows: others take no more shared memory.
     M = padded_rows(rows)
     inputs = max(FEWEST_INPUTS, tiles.inputs * 2 // widest * FEWEST_ROWS // M)
@@ -133,10 +133,14 @@ def _kernel(*refs, num_streams, columns, blocks, inputs, eps, interpret):
     )
 
 
+def _wider(one: jnp.dtype, other: jnp.dtype) -> jnp.dtype:
+    return one if one.itemsize >= other.itemsize else other
+
+
 def _product(stream_refs, gain_ref, kernel_ref, out_ref, block, width, inputs, eps, interpret):
     num_rows, D = stream_refs[0].shape
     M = padded_rows(num_rows)
-    f32, dtype = jnp.float32, jnp.result_type(stream_refs[0].dtype, kernel_ref.dtype)
+    f32, dtype = jnp.float32, _wider(stream_refs[0].dtype, kernel_ref.dtype)
     rows, is_row = rows_to_load(M, num_rows, block)
     columns = pl.ds(block * width, width)
 

@@ -8,7 +8,6 @@ One op, since on a GPU at few tokens each of its parts by itself costs a launch.
 """
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -17,13 +16,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 FEW_ROWS = 16
-"""Up to here a narrower matrix is widened in the loop that multiplies; beyond, all of it first."""
+"""Up to here a narrower matrix is widened in the loop that multiplies; beyond, block by block."""
 
 UNROLLED = 8
 """Inputs such a loop adds up at a time. Of 16, XLA:CPU would copy the bits first."""
 
 BLOCK_VALUES = 1 << 18
-"""Of a narrower matrix, what is multiplied at a time: it stays in a core's own cache."""
+"""Of a narrower matrix, what few rows are multiplied with at a time: a core's own cache."""
+
+WIDE_BLOCK_VALUES = 1 << 20
+"""And what many rows are, whose products take longer than the widening."""
 
 
 class Normed(NamedTuple):
@@ -72,36 +74,56 @@ def linear(x: jax.Array, kernel: jax.Array) -> jax.Array:
 
 def matmul_f32(x: Float[Array, "*B D"], kernel: Float[Array, "D F"]) -> Float[Array, "*B F"]:
     """The product, accumulated in float32, in float32; of a kernel narrower than x exactly."""
-    rows = math.prod(x.shape[:-1])
     is_narrow = x.dtype == jnp.float32 and kernel.dtype == jnp.bfloat16
-    if is_narrow and rows <= FEW_ROWS and x.shape[-1] % UNROLLED == 0:
-        return _widening(x.reshape(rows, -1), kernel).reshape(*x.shape[:-1], -1)
+    if is_narrow and x.size:
+        flat = x.reshape(-1, x.shape[-1])
+        return _widening(flat, kernel).reshape(*x.shape[:-1], -1)
     return jnp.matmul(x, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
 
 
+@jax.custom_vjp
 def _widening(x: Float[Array, "T D"], kernel: Float[Array, "D F"]) -> Float[Array, "T F"]:
-    """The product with a bfloat16 matrix that is widened in the loop that multiplies.
+    """The product with a bfloat16 matrix that is widened a block at a time.
 
-    A float32 copy would be written and read for every product. All rows of x go over a block of the
-    matrix while it lies in a core's cache, then over the next.
+    XLA would keep float32 copies of a whole program's matrices at once, and write and read them for
+    every product.
     """
+    if x.shape[0] <= FEW_ROWS and x.shape[1] % UNROLLED == 0:
+        return _few_rows(x, kernel)
+    return _many_rows(x, kernel)
+
+
+def _widening_forward(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, tuple]:
+    return _widening(x, kernel), (x, kernel)
+
+
+def _widening_backward(operands: tuple, d_out: jax.Array) -> tuple[jax.Array, jax.Array]:
+    # JAX sees no dependence on a matrix through its bits.
+    x, kernel = operands
+    d_x = jnp.matmul(d_out, kernel.astype(d_out.dtype).T)
+    return d_x, jnp.matmul(x.T, d_out).astype(kernel.dtype)
+
+
+_widening.defvjp(_widening_forward, _widening_backward)
+
+
+def _few_rows(x: Float[Array, "T D"], kernel: Float[Array, "D F"]) -> Float[Array, "T F"]:
+    """Widened in the loop that multiplies: all rows of x go over a block of the matrix while it
+    lies in a core's cache, then over the next."""
     T, (D, F) = x.shape[0], kernel.shape
-    most = max(1, BLOCK_VALUES // (F * UNROLLED))
-    height = max(n for n in range(1, most + 1) if D // UNROLLED % n == 0)
+    height = _largest_divisor(D // UNROLLED, BLOCK_VALUES // (F * UNROLLED))
     ones = jnp.ones((1, height), jnp.float32)
+    grouped = x.reshape(T, D // UNROLLED, UNROLLED)
 
     def add(i: jax.Array, out: jax.Array) -> jax.Array:
         block, row = i // T, i % T
-        # XLA would take the view of the bits, as a copy of the whole matrix, out of the loop.
-        kernel_here, block = jax.lax.optimization_barrier((kernel, block))
-        bits = kernel_here.view(jnp.uint16).reshape(D // UNROLLED, UNROLLED, F)
-        grouped = x.reshape(T, D // UNROLLED, UNROLLED)
-        grouped = jax.lax.dynamic_slice(grouped, (row, block * height, 0), (1, height, UNROLLED))[0]
+        bits, block = _bits(kernel, block)
+        bits = bits.reshape(D // UNROLLED, UNROLLED, F)
+        here = jax.lax.dynamic_slice(grouped, (row, block * height, 0), (1, height, UNROLLED))[0]
         products = []
         for j in range(UNROLLED):
             cut = jax.lax.dynamic_slice(bits, (block * height, j, 0), (height, 1, F))[:, 0]
-            widened = jax.lax.bitcast_convert_type(cut.astype(jnp.uint32) << 16, jnp.float32)
-            products.append(grouped[:, j, None] * widened)
+            products.append(here[:, j, None] * _widened(cut))
         sums = [functools.reduce(jnp.add, products[k::2]) for k in range(2)]
         # A product with ones: XLA:CPU's own sums along columns are slow.
         new = jax.lax.dynamic_slice_in_dim(out, row, 1) + jnp.matmul(ones, sums[0] + sums[1])
@@ -109,6 +131,35 @@ def _widening(x: Float[Array, "T D"], kernel: Float[Array, "D F"]) -> Float[Arra
 
     blocks = D // UNROLLED // height
     return jax.lax.fori_loop(0, blocks * T, add, jnp.zeros((T, F), jnp.float32))
+
+
+def _many_rows(x: Float[Array, "T D"], kernel: Float[Array, "D F"]) -> Float[Array, "T F"]:
+    """Widened a block of columns at a time, each of them a product of its own."""
+    D, F = kernel.shape
+    # Of a single block XLA makes no loop, and then keeps its copy beside all others.
+    width = _largest_divisor(F, min(WIDE_BLOCK_VALUES // D, F // 2))
+
+    def write(block: jax.Array, out: jax.Array) -> jax.Array:
+        bits, block = _bits(kernel, block)
+        cut = jax.lax.dynamic_slice(bits, (0, block * width), (D, width))
+        new = jnp.matmul(x, _widened(cut))
+        return jax.lax.dynamic_update_slice(out, new, (0, block * width))
+
+    return jax.lax.fori_loop(0, F // width, write, jnp.zeros((x.shape[0], F), jnp.float32))
+
+
+def _bits(kernel: jax.Array, block: jax.Array) -> tuple[jax.Array, jax.Array]:
+    # XLA would take the view, as a copy of the whole matrix, out of a loop it does not change in.
+    kernel, block = jax.lax.optimization_barrier((kernel, block))
+    return kernel.view(jnp.uint16), block
+
+
+def _widened(bits: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(bits.astype(jnp.uint32) << 16, jnp.float32)
+
+
+def _largest_divisor(of: int, limit: int) -> int:
+    return max(n for n in range(1, max(1, limit) + 1) if of % n == 0)
 
 
 def product(h: Float[Array, "*B D"], kernel: Float[Array, "D _"], dtype: jnp.dtype) -> jax.Array:

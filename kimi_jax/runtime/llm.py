@@ -128,7 +128,7 @@ class LLM:
             cfg,
             self.mesh,
             DTYPES[self.dtype],
-            own=kept_dtypes(plan, DTYPES[self.dtype], platform=kind),
+            dtypes=kept_dtypes(plan, DTYPES[self.dtype], platform=kind),
         )
         began = time.perf_counter()
         params = load_params(plan, abstract.wanted, progress=progress)

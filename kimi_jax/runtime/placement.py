@@ -24,8 +24,8 @@ from kimi_jax.runtime.mesh import RULES
 LARGE_MATRIX = 1 << 18
 """Values from which on reading a matrix takes longer than widening it: a core's own cache."""
 
-# Matrices nothing but `linear` reads.
-_FOR_LINEAR = frozenset(
+# Matrices whose every use at run time is a product by `matmul_f32`.
+_PRODUCTS_ALONE = frozenset(
     (
         *("q_a_proj", "kv_a_proj_with_mqa", "q_b_proj", "o_proj"),
         *("gate_proj", "up_proj", "down_proj", "lm_head"),
@@ -55,7 +55,7 @@ def abstract_model(
     mesh: Mesh | AbstractMesh,
     dtype: jnp.dtype,
     *,
-    own: Mapping[str, jnp.dtype] | None = None,
+    dtypes: Mapping[str, jnp.dtype] | None = None,
 ) -> AbstractModel:
     """The model of a configuration, cut over a mesh.
 
@@ -63,16 +63,16 @@ def abstract_model(
         cfg: with a `quantization` if the experts are INT4 (`Plan.cfg`).
         mesh: of the axes in `runtime.mesh`; on one device nothing is cut.
         dtype: of weights that are not packed, but for the router's bias (float32).
-        own: dtypes of parameters that have another one (`kept_dtypes`), by path.
+        dtypes: of parameters that have another one (`kept_dtypes`), by path.
     """
     abstract = nnx.eval_shape(lambda: Kimi(cfg, dtype=dtype, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(abstract)
     rules = RULES if mesh.size > 1 else WHOLE
-    own = own or {}
+    dtypes = dtypes or {}
     wanted = {
         _dotted(path): jax.ShapeDtypeStruct(
             param.shape,
-            own.get(_dotted(path), param.dtype),
+            dtypes.get(_dotted(path), param.dtype),
             sharding=NamedSharding(mesh, rules.pspec(param.axes)),
         )
         for path, param in nnx.to_flat_state(state)
@@ -83,21 +83,22 @@ def abstract_model(
 def kept_dtypes(plan: Plan | Converted, dtype: jnp.dtype, *, platform: str) -> dict[str, jnp.dtype]:
     """Parameters that keep the dtype they have in the files, where that is narrower than `dtype`.
 
-    Nothing is rounded by it. The embedding's rows are widened after the look-up. On a CPU, which
-    computes in float32, so are large matrices in the products themselves (`linear`): half the
-    memory to hold and to read. INT4 scales are not, which would make the experts' products slower.
+    Nothing is rounded by it. The embedding's rows are widened after the look-up, unless it is the
+    head too. On a CPU, which computes in float32, large bfloat16 matrices are widened inside their
+    products (`matmul_f32`): half the memory to hold and to read. What else reads its weights is
+    not: INT4 scales, the heads' maps of latents, and a drafter's own.
     """
     kept = {}
     for path, row in plan.parameters.items():
         name = path.rsplit(".", 1)[-1]
-        is_embedding = path == "embed_tokens" and not plan.cfg.tie_word_embeddings
-        is_large = math.prod(row.shape) >= LARGE_MATRIX and ".experts." not in path
-        is_for_linear = platform == "cpu" and is_large and name in _FOR_LINEAR
-        if not is_embedding and not is_for_linear:
+        stored = stored_dtype(plan, path) if row.kind == "float" else jnp.dtype(dtype)
+        if stored.itemsize >= jnp.dtype(dtype).itemsize or not holds(dtype, stored):
             continue
-        stored = stored_dtype(plan, path)
-        is_narrower = stored.itemsize < jnp.dtype(dtype).itemsize and holds(dtype, stored)
-        if is_narrower and (is_embedding or stored == jnp.bfloat16):
+        is_embedding = path == "embed_tokens" and not plan.cfg.tie_word_embeddings
+        is_matrix = name in _PRODUCTS_ALONE and ".experts." not in path
+        is_large = math.prod(row.shape) >= LARGE_MATRIX
+        is_widened = platform == "cpu" and is_matrix and is_large and stored == jnp.bfloat16
+        if is_embedding or is_widened:
             kept[path] = stored
     return kept
 

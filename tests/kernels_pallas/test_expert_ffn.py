@@ -12,7 +12,7 @@ from kernels_pallas.grouped_matmul.layout import Int4Weight, nibble_planes
 from kernels_pallas.grouped_matmul.reference import ExpertWeights, expert_ffn
 
 E, D, F, A = 5, 64, 32, 3
-COUNTS = (1, 2, 16, 17, 300)
+COUNTS = (1, 2, reference.FEW_TOKENS, reference.FEW_TOKENS + 1, 300)
 
 run = jax.jit(expert_ffn)
 
@@ -112,7 +112,7 @@ def test_experts_no_token_chose_are_never_read(T):
     np.testing.assert_array_equal(run(x, all_bad, none, combine), np.zeros((T, D)))
 
 
-@pytest.mark.parametrize("T", [17, 300])
+@pytest.mark.parametrize("T", [3, reference.FEW_TOKENS + 1, 300])
 def test_a_token_does_not_depend_on_its_neighbours(T, experts, assert_close):
     x, ids, combine = case(T)
     whole = run(x, experts, ids, combine)
@@ -121,9 +121,9 @@ def test_a_token_does_not_depend_on_its_neighbours(T, experts, assert_close):
         np.concatenate([a[:1], b[1:]]) for a, b in zip((x, ids, combine), others, strict=True)
     ]
     np.testing.assert_array_equal(run(others[0], experts, *others[1:])[0], whole[0])
-    # Alone it takes another path of the implementation, which sums in another order.
     alone = run(x[:1], experts, ids[:1], combine[:1])[0]
-    assert_close(alone, whole[0], atol=2e-6)
+    # Where tokens are sorted, their sums are in another order.
+    assert_close(alone, whole[0], atol=2e-6 if T > reference.FEW_TOKENS else 0.0)
 
 
 def test_group_ends_that_meet_block_ends(assert_close_to_scale):

@@ -130,14 +130,48 @@ def test_a_narrower_matrix_is_multiplied_exactly(T, shape, assert_close_to_scale
     assert_close_to_scale(out, x.astype(np.float64) @ np.asarray(kernel).astype(np.float64), 1e-6)
 
 
-def test_a_narrower_matrix_is_not_copied_in_a_loop():
-    x, kernel = jnp.ones((1, 512)), jnp.ones((512, 2048), jnp.bfloat16)
+@pytest.mark.parametrize("T", [1, reference.FEW_ROWS, reference.FEW_ROWS + 1])
+@pytest.mark.parametrize("repeats", [1, 8])
+def test_narrower_matrices_are_not_copied_as_a_whole(T, repeats):
+    x = jnp.ones((T, 512))
+    kernels = [jnp.full((512, 2048), i + 1, jnp.bfloat16) for i in range(4)]
 
-    def run(x, kernel):
+    def run(x, kernels):
         def body(_, x):
-            return x + reference.matmul_f32(x, kernel)[:, :512]
+            for kernel in kernels:
+                x = x + jnp.tanh(reference.matmul_f32(x, kernel)[:, :512])
+            return x
 
-        return jax.lax.fori_loop(0, 8, body, x)
+        return jax.lax.fori_loop(0, repeats, body, x)
 
-    memory = jax.jit(run).lower(x, kernel).compile().memory_analysis()
-    assert memory.temp_size_in_bytes < kernel.nbytes / 4
+    memory = jax.jit(run).lower(x, kernels).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 1.5 * kernels[0].nbytes
+
+
+@pytest.mark.parametrize("T", [4, reference.FEW_ROWS + 1])
+def test_gradients_of_a_product_with_a_narrower_matrix(T, assert_close_to_scale):
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((T, 64)), jnp.float32)
+    kernel = jnp.asarray(rng.standard_normal((64, 24)), jnp.bfloat16)
+
+    def loss(product, x, kernel):
+        return jnp.sum(jnp.tanh(product(x, kernel)))
+
+    plain = functools.partial(loss, lambda x, kernel: x @ kernel.astype(jnp.float32))
+    expected = jax.grad(plain, (0, 1))(x, kernel)
+    found = jax.grad(functools.partial(loss, reference.matmul_f32), (0, 1))(x, kernel)
+    assert_close_to_scale(found[0], expected[0], 1e-5)
+    # Of the matrix it is rounded to its dtype.
+    assert_close_to_scale(found[1], expected[1], 1e-2)
+
+
+def test_interpreted_kernels_take_narrower_matrices(assert_close_to_scale):
+    spec = SPECS["tiny-attention"]
+    x, delta, gain, kernels = spec.operands()
+    narrow = tuple(jnp.asarray(kernel, jnp.bfloat16) for kernel in kernels)
+    out, plain = (
+        run(x, delta, gain, narrow, **spec.options, implementation=name)
+        for name in ("interpret", "xla")
+    )
+    for ours, expected in zip(out.products, plain.products, strict=True):
+        assert_close_to_scale(ours, expected, TOLERANCE["float32"])

@@ -63,7 +63,6 @@ def test_max_new_tokens_is_exact(llm, only, plain, check_same, ids, on, new):
 MLA_31 = {"fc_norm": True, "norm_output": True}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape", [Chain(3), pytest.param(TREES[1], marks=pytest.mark.slow)], ids=str
 )

@@ -51,7 +51,9 @@ def opened(folder: Path):
 
 def wanted_of(plan, mesh: str, dtype: str = "bfloat16") -> dict[str, jax.ShapeDtypeStruct]:
     kept = kept_dtypes(plan, jnp.dtype(dtype), platform="cpu")
-    return abstract_model(plan.cfg, make_mesh(parse_mesh(mesh)), jnp.dtype(dtype), own=kept).wanted
+    return abstract_model(
+        plan.cfg, make_mesh(parse_mesh(mesh)), jnp.dtype(dtype), dtypes=kept
+    ).wanted
 
 
 def assert_same(found: dict[str, jax.Array], expected: dict[str, jax.Array]) -> None:

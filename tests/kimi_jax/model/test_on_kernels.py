@@ -104,7 +104,6 @@ def compare(ours, plain, assert_close_to_scale):
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.slow
 def test_a_verification(run, assert_close_to_scale):
     compare(run("interpret", 3), run("xla", 3), assert_close_to_scale)
 

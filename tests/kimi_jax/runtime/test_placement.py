@@ -10,6 +10,8 @@ from kimi_jax import DEMO
 from kimi_jax.checkpoint.load import load_params, open_checkpoint
 from kimi_jax.config import ModelConfig
 from kimi_jax.model.layers import take_rows
+from kimi_jax.runtime import placement
+from kimi_jax.runtime.llm import LLM
 from kimi_jax.runtime.mesh import make_mesh
 from kimi_jax.runtime.placement import abstract_model, kept_dtypes
 
@@ -43,7 +45,7 @@ def test_a_tied_embedding_is_widened(plan):
 def test_values_are_those_of_the_wide_ones(plan):
     f32, mesh = jnp.dtype("float32"), make_mesh({"tensor": 1})
     kept = kept_dtypes(plan, f32, platform="cpu")
-    narrow = load_params(plan, abstract_model(plan.cfg, mesh, f32, own=kept).wanted)
+    narrow = load_params(plan, abstract_model(plan.cfg, mesh, f32, dtypes=kept).wanted)
     wide = load_params(plan, abstract_model(plan.cfg, mesh, f32).wanted)
     for path in kept:
         assert narrow[path].dtype == jnp.bfloat16 and wide[path].dtype == f32
@@ -62,3 +64,24 @@ def test_looking_rows_up_in_a_loop_copies_no_table():
     at = jnp.zeros((1, 2), jnp.int32)
     memory = jax.jit(run).lower(table, at).compile().memory_analysis()
     assert memory.temp_size_in_bytes < table.nbytes / 4
+
+
+@pytest.mark.usefixtures("quick_compiles")
+@pytest.mark.parametrize("mesh", [None, "tensor=8"])
+def test_a_model_of_kept_matrices_is_the_wide_one(
+    mesh, make_llm, folder, ids, on, monkeypatch, assert_close_to_scale
+):
+    wide = make_llm()
+    monkeypatch.setattr(placement, "LARGE_MATRIX", 1)
+    narrow = LLM(folder, mesh=mesh, max_length=256, max_batch=4, progress=False)
+    layer = narrow.model.layers[1]
+    for param in (layer.self_attn.o_proj, layer.mlp.shared_experts.up_proj, narrow.model.lm_head):
+        assert param[...].dtype == jnp.bfloat16
+    assert layer.self_attn.kv_b_proj_k[...].dtype == jnp.float32
+    # Of one token, of few, and of more than FEW_ROWS; devices and blocks add in another order.
+    for length in (1, 9, 40):
+        prompt = ids(length, length)
+        assert_close_to_scale(narrow.logits(prompt), wide.logits(prompt), 1e-5)
+    prompts = [ids(9, 2), ids(1), ids(16, 3)]
+    found, expected = (llm.generate(prompts, on(12)) for llm in (narrow, wide))
+    assert [r.token_ids for r in found] == [r.token_ids for r in expected]

@@ -70,7 +70,6 @@ def losses(tmp_path, name):
     return [row["loss"] for row in read_log(tmp_path / name / "log.jsonl") if "loss" in row]
 
 
-@pytest.mark.slow
 def test_stopped_and_resumed_equals_unbroken(run, tmp_path):
     whole, _ = run("whole")
     run("parts", stop_after=3)
