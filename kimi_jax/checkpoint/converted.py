@@ -53,7 +53,8 @@ class Record:
     is_complete: bool
     """Every piece has been written."""
     dtype: str
-    """Of the floats; the embedding and large matrices may be narrower, the router's bias is float32."""
+    """Of the floats; the embedding and large matrices may be narrower. The router's bias is
+    float32."""
     is_int4: bool
     mesh: dict[str, int]
     """The files are cut as these devices would hold them."""
