@@ -1,6 +1,7 @@
 """Strict numerics, 8 CPU devices and one cache of compiled programs for every test."""
 
 import atexit
+import logging
 import os
 import shutil
 import tempfile
@@ -25,6 +26,12 @@ import pytest  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_default_matmul_precision", "highest")
+
+
+@pytest.fixture(autouse=True)
+def log_level():
+    """Scripts' main functions set it."""
+    logging.getLogger("kimi_jax").setLevel(logging.NOTSET)
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ into blocks of one expert each.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,6 +24,9 @@ from kernels_pallas.norm_linear.reference import linear
 
 FEW_TOKENS = 32
 """Up to here every pair is run by itself; beyond, tokens are sorted."""
+
+SMALL_MATRIX = 1 << 13
+"""Bytes of one expert's INT4 matrix: under it nothing is gained that pays for a longer compile."""
 
 BLOCK_ROWS = 32
 """Rows of a sorted block: rows a group's last block has too many are wasted."""
@@ -124,6 +128,8 @@ def _ffn_of_matrices(x: jax.Array, matrices: list[jax.Array]) -> jax.Array:
     return _ffn(x, *(_Planes((w.astype(x.dtype),)) for w in matrices))
 
 
+# Unrolled: traced once for all layers.
+@functools.partial(jax.jit, inline=True)
 def _times(x: Float[Array, "1 in"], weight: ExpertWeight, expert: jax.Array) -> jax.Array:
     """One token times one expert's matrix, in float32.
 
@@ -131,7 +137,8 @@ def _times(x: Float[Array, "1 in"], weight: ExpertWeight, expert: jax.Array) -> 
     group's sum is scaled: sum_i x_i (n_i - 8) s is s (sum_i x_i n_i - 8 sum_i x_i). One loop then
     reads the matrix as it is stored and no dequantised copy is written: half the time on XLA:CPU.
     """
-    if not isinstance(weight, Int4Weight) or x.dtype != jnp.float32:
+    is_float32_int4 = isinstance(weight, Int4Weight) and x.dtype == jnp.float32
+    if not is_float32_int4 or math.prod(weight.packed.shape[1:]) < SMALL_MATRIX:
         return _planes(weight, expert, x.dtype).times(x)
     num_groups, half_group, out = x.shape[1] // GROUP_SIZE, GROUP_SIZE // 2, weight.packed.shape[2]
     grouped = x.reshape(num_groups, half_group, 2)

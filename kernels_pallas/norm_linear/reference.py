@@ -107,6 +107,8 @@ def _widening_backward(operands: tuple, d_out: jax.Array) -> tuple[jax.Array, ja
 _widening.defvjp(_widening_forward, _widening_backward)
 
 
+# Unrolled: traced once for all matrices of one shape.
+@functools.partial(jax.jit, inline=True)
 def _few_rows(x: Float[Array, "T D"], kernel: Float[Array, "D F"]) -> Float[Array, "T F"]:
     """Widened in the loop that multiplies: all rows of x go over a block of the matrix while it
     lies in a core's cache, then over the next."""

@@ -17,6 +17,14 @@ COUNTS = (1, 2, reference.FEW_TOKENS, reference.FEW_TOKENS + 1, 300)
 run = jax.jit(expert_ffn)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def no_matrix_is_small():
+    # Small ones take the form that many tokens take.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reference, "SMALL_MATRIX", 0)
+        yield
+
+
 @functools.cache
 def float_experts() -> ExpertWeights:
     rng = np.random.default_rng(1)

@@ -144,7 +144,6 @@ def arrays(folder: Path) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 10))]
 )

@@ -6,7 +6,6 @@ devices, signals, closed pipes, the demo) starts a new one.
 
 import dataclasses
 import json
-import logging
 import signal
 
 import generate
@@ -67,8 +66,7 @@ def loaded(llm, monkeypatch) -> list[dict]:
         return llm
 
     monkeypatch.setattr(generate, "LLM", load)
-    yield calls
-    logging.getLogger("kimi_jax").setLevel(logging.NOTSET)
+    return calls
 
 
 def run(capsys, *args: object) -> tuple[dict, str]:
@@ -94,7 +92,6 @@ def failed(capsys, *args: object) -> str:
     assert generate.main([str(arg) for arg in args]) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
-    logging.getLogger("kimi_jax").setLevel(logging.NOTSET)
     return captured.err.partition("error: ")[2]
 
 

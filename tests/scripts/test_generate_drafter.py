@@ -17,8 +17,8 @@ def drafter(script, tiny, tmp_path_factory):
     "options, drafted",
     [
         ("--draft-tokens 2", 2),
-        pytest.param("--tree 4,2,2", 4, marks=pytest.mark.slow),
-        pytest.param("--draft-tokens auto", 0, marks=pytest.mark.slow),
+        ("--tree 4,2,2", 4),
+        ("--draft-tokens auto", 0),
     ],
 )
 def test_the_text_is_that_of_plain_decoding(script, tiny, drafter, options, drafted):

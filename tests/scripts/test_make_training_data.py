@@ -5,7 +5,6 @@ Most tests call `main` in this process on one loaded model.
 
 import dataclasses
 import json
-import logging
 
 import make_training_data
 import pieces
@@ -43,8 +42,7 @@ def loaded(llm, monkeypatch) -> list[int]:
 
     monkeypatch.setattr(make_training_data, "LLM", load)
     monkeypatch.setattr(llm, "generate", counted)
-    yield sizes
-    logging.getLogger("kimi_jax").setLevel(logging.NOTSET)
+    return sizes
 
 
 @pytest.fixture
@@ -76,7 +74,6 @@ def failed(capsys, *args: object) -> str:
     assert make_training_data.main([str(arg) for arg in args]) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
-    logging.getLogger("kimi_jax").setLevel(logging.NOTSET)
     return captured.err.rpartition("error: ")[2]
 
 

@@ -154,9 +154,9 @@ def test_a_seeded_row_depends_on_nothing_but_its_seed(llm, only, ids, on):
     "kind, shape, cache",
     [
         ("mla", Chain(3), "replicated"),
-        pytest.param("llama", WIDE, "sequence", marks=pytest.mark.slow),
-        pytest.param("llama", TREES[1], "replicated", marks=pytest.mark.slow),
-        pytest.param("mla", TREES[1], "sequence", marks=pytest.mark.slow),
+        ("llama", WIDE, "sequence"),
+        ("llama", TREES[1], "replicated"),
+        ("mla", TREES[1], "sequence"),
     ],
     ids=str,
 )
@@ -195,8 +195,8 @@ def test_past_its_own_positions_a_drafter_rests(
     [
         ("llama", WIDE),
         ("mla", Chain(3)),
-        pytest.param("llama", Chain(3), marks=pytest.mark.slow),
-        pytest.param("mla", TREES[1], marks=pytest.mark.slow),
+        ("llama", Chain(3)),
+        ("mla", TREES[1]),
     ],
     ids=str,
 )

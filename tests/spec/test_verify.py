@@ -188,7 +188,14 @@ TARGET, DRAFTER = RNG.standard_normal((2, 6, V)).astype(np.float32)
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"temperature": 0.7}, {"top_k": 2}, {"top_p": 0.6}, {"min_p": 0.5}]
+    "options",
+    [
+        {},
+        pytest.param({"temperature": 0.7}, marks=pytest.mark.slow),
+        pytest.param({"top_k": 2}, marks=pytest.mark.slow),
+        {"top_p": 0.6},
+        pytest.param({"min_p": 0.5}, marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("rule", ["equal", "sampled", "coin"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

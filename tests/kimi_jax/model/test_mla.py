@@ -200,7 +200,7 @@ def test_append_then_drop_is_never_appended(run, form):
         np.testing.assert_array_equal(after[b, : at + 1 + T], after_never[b, : at + 1 + T])
 
 
-@pytest.mark.parametrize("k", [1, 8, 33])
+@pytest.mark.parametrize("k", [8, *(pytest.param(k, marks=pytest.mark.slow) for k in (1, 33))])
 def test_prefill_then_decode_is_one_pass(run, k, assert_close):
     """Whatever the cut, and across the original length of 32 positions (MLA-3)."""
     x = inputs(1, 40)

@@ -105,7 +105,9 @@ def tokens():
     return jnp.asarray(np.random.default_rng(5).integers(0, 64, shape), jnp.int32)
 
 
-@pytest.mark.parametrize("length", [1, 255, 256, 257, 4096])
+@pytest.mark.parametrize(
+    "length", [1, 256, 257, *(pytest.param(n, marks=pytest.mark.slow) for n in (255, 4096))]
+)
 def test_logits(both, tokens, length, assert_close_to_scale):
     """Of prompts in chunks, a verification of ragged rows, a tree, and after its branch moved."""
     found = []

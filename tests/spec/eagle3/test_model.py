@@ -35,10 +35,10 @@ def target(plain) -> Kimi:
     [
         {},
         {"norm_output": True, "fc_norm": True},
-        {"norm_before_fc": True},
-        {"norm_before_residual": True},
+        pytest.param({"norm_before_fc": True}, marks=pytest.mark.slow),
+        pytest.param({"norm_before_residual": True}, marks=pytest.mark.slow),
         {"use_aux_hidden_state": False},
-        {"own_embedding": False},
+        pytest.param({"own_embedding": False}, marks=pytest.mark.slow),
         {"own_head": False, "draft_vocab_size": 512},
     ],
     ids=str,

@@ -50,9 +50,7 @@ def test_padding_and_packing_change_nothing(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "placement", [pytest.param("replicated", marks=pytest.mark.slow), "sharded"]
-)
+@pytest.mark.parametrize("placement", ["replicated", "sharded"])
 def test_eight_devices_equal_one(
     setup, expected, make_trainer, place, gradients_of, assert_close, placement
 ):
