@@ -137,8 +137,7 @@ def _times(x: Float[Array, "1 in"], weight: ExpertWeight, expert: jax.Array) -> 
     group's sum is scaled: sum_i x_i (n_i - 8) s is s (sum_i x_i n_i - 8 sum_i x_i). One loop then
     reads the matrix as it is stored and no dequantised copy is written: half the time on XLA:CPU.
     """
-    is_float32_int4 = isinstance(weight, Int4Weight) and x.dtype == jnp.float32
-    if not is_float32_int4 or math.prod(weight.packed.shape[1:]) < SMALL_MATRIX:
+    if not isinstance(weight, Int4Weight) or x.dtype != jnp.float32 or _is_small(weight):
         return _planes(weight, expert, x.dtype).times(x)
     num_groups, half_group, out = x.shape[1] // GROUP_SIZE, GROUP_SIZE // 2, weight.packed.shape[2]
     grouped = x.reshape(num_groups, half_group, 2)
@@ -159,6 +158,10 @@ def _times(x: Float[Array, "1 in"], weight: ExpertWeight, expert: jax.Array) -> 
     scaled = (functools.reduce(jnp.add, sums) - eights) * scale_f32
     # A product with ones: XLA:CPU's own sums along columns are slow.
     return jnp.matmul(jnp.ones((1, num_groups), jnp.float32), scaled)
+
+
+def _is_small(weight: Int4Weight) -> bool:
+    return math.prod(weight.packed.shape[1:]) < SMALL_MATRIX
 
 
 def _by_pairs(
