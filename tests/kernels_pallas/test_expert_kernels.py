@@ -66,7 +66,13 @@ INTERPRETED = {
 }
 
 
-@pytest.mark.parametrize("name", INTERPRETED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name.startswith("kimi") else [])
+        for name in INTERPRETED
+    ],
+)
 def test_named_shapes(name, assert_close_to_scale):
     check(INTERPRETED[name].operands(), assert_close_to_scale)
 

@@ -4,7 +4,7 @@ import bench_load
 import pytest
 
 
-@pytest.mark.parametrize("more", [[], ["--memory-ready"]])
+@pytest.mark.parametrize("more", [[], pytest.param(["--memory-ready"], marks=pytest.mark.slow)])
 def test_the_last_line_compares_with_cat(tiny, script, more):
     last, text = script.json("bench_load.py", tiny, "--mesh", "tensor=2", "--repeats", 1, *more)
     [row] = last["rows"]

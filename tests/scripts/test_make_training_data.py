@@ -112,6 +112,7 @@ def test_greedy_samples_are_what_the_model_replies(loaded, llm, options, tmp_pat
     assert header.made_with["temperature"] == [0] and header.made_with["conditions"]["jax"]
 
 
+@pytest.mark.slow
 def test_temperatures_take_turns_and_each_sample_has_its_own_seed(
     loaded, llm, options, tmp_path, capsys
 ):
@@ -219,6 +220,7 @@ def test_a_killed_run_goes_on_and_writes_the_same_file(
     assert loaded == [] and again["tokens_per_second"] is None
 
 
+@pytest.mark.slow
 def test_a_larger_limit_adds_to_the_file(loaded, options, tmp_path, capsys):
     out = tmp_path / "out.jsonl"
     args = (*options, "--out", out, "--temperature", 0)

@@ -90,6 +90,7 @@ def test_stages_add_up_to_what_was_recorded(demo, profiled):
     assert told["ms_verify"] == pytest.approx(verify, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_the_table_shows_every_stage_and_the_verdict(demo, profiled, capsys):
     timed, gives = profiled
     rows = profile_cycle.stage_rows(CONTEXT, timed)
@@ -110,6 +111,7 @@ def run_main(monkeypatch, capsys, llm, *options: object) -> tuple[dict, str]:
     return json.loads(last), table
 
 
+@pytest.mark.slow
 def test_the_script_ends_with_its_figures(monkeypatch, capsys, demo, profiled, tmp_path):
     options = ("--context", CONTEXT, "--repeats", 2, "--cycles", 2, "--trace", tmp_path)
     out, table = run_main(monkeypatch, capsys, demo, *options)

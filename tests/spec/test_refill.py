@@ -25,6 +25,7 @@ def parts(x: jax.Array, num_rows: int) -> list[np.ndarray]:
     return np.split(np.asarray(x), num_rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind, mesh", CASES)
 def test_insertion_changes_one_row_and_all_of_it(make_drafted, only, ids, on, kind, mesh):
     """Bit for bit: every other row as it was, the row as it is alone after prefill."""

@@ -87,7 +87,7 @@ def drafts_of(shape, tokens, logits=None) -> Drafts:
         (TREE, [0, 3, 2, 1, 2], [0]),
     ],
 )
-@pytest.mark.parametrize("rule", ["equal", "sampled", "coin"])
+@pytest.mark.parametrize("rule", ["equal", pytest.param("sampled", marks=pytest.mark.slow), "coin"])
 def test_greedy_keeps_the_path_that_matches(shape, drafts, path, rule):
     """After any token of depth 0 the target says 1, then 2, then 3."""
     depths = [0, *(len(p) for p in shape.paths)]
@@ -198,7 +198,7 @@ TARGET, DRAFTER = RNG.standard_normal((2, 6, V)).astype(np.float32)
     ],
 )
 @pytest.mark.parametrize("rule", ["equal", "sampled", "coin"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [pytest.param(CHAIN, marks=pytest.mark.slow), TREE], ids=str)
 def test_the_distribution_is_that_of_plain_sampling(options, rule, shape):
     """The token after every row of the path, by chi-square against the target's own distribution.
 

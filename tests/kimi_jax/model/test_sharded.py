@@ -106,6 +106,7 @@ def test_prefill(step, prefill, mesh, assert_close_to_scale):
     compare(step(mesh, True, *args), one_device, assert_close_to_scale)
 
 
+@pytest.mark.slow
 def test_decoding_step(step, prefill, assert_close_to_scale):
     """Absorbed attention and the experts' path for few tokens."""
     cache = prefill[1][2]

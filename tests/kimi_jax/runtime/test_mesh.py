@@ -133,6 +133,7 @@ def test_every_device_holds_its_part(make_llm):
     assert head.sharding.shard_shape(head.shape) == (64, 64)
 
 
+@pytest.mark.slow
 def test_two_models_side_by_side(make_llm, llm, ids, on):
     """Of one folder on different devices, their streams interleaved."""
     other = make_llm("tensor=8")

@@ -67,7 +67,7 @@ def test_looking_rows_up_in_a_loop_copies_no_table():
 
 
 @pytest.mark.usefixtures("quick_compiles")
-@pytest.mark.parametrize("mesh", [None, "tensor=8"])
+@pytest.mark.parametrize("mesh", [None, pytest.param("tensor=8", marks=pytest.mark.slow)])
 def test_a_model_of_kept_matrices_is_the_wide_one(
     mesh, make_llm, folder, ids, on, monkeypatch, assert_close_to_scale
 ):

@@ -65,7 +65,7 @@ def expected_sums(setup, *, draft_steps, loss):
 
 
 # Each compiles programs of its own; the first few stand for all.
-ALWAYS = ("llama", "llama, EAGLE-3.1", "mla, borrowed head")
+ALWAYS = ("mla, borrowed head",)
 CASES = [
     ("llama", "acceptance"),
     *(

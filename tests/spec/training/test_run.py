@@ -98,6 +98,7 @@ def test_resumed_on_other_devices(run, tmp_path, before, after):
     np.testing.assert_allclose(losses(tmp_path, "other"), losses(tmp_path, "one"), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_step(run, setup, tmp_path):
     good, _ = run("good", stop_after=3)
     with pytest.raises(

@@ -127,6 +127,7 @@ def test_padding_is_never_looked_at_and_every_weight_gets_a_gradient(setup, make
     assert all(np.abs(np.asarray(x)).max() > 0 for x in jax.tree.leaves(first[0]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_loss_that_is_not_finite_changes_nothing(setup, make_trainer, place, bad):
     trainer = make_trainer(setup)
