@@ -31,7 +31,7 @@ def expected(plain, ids, on):
 LAST = {TREES[0]: 1, WIDE: 3}
 
 
-# Lengths between these are no case of their own; the other trees are in the slow lane.
+# Lengths between these are no case of their own; all but one length and one tree are slow.
 LENGTHS_TRIED = tuple(CHAINS[K] for K in (0, 1, 3, 5, 8))
 DEFAULT = (CHAINS[3], TREES[1])
 EVERY = [

@@ -64,7 +64,7 @@ def expected_sums(setup, *, draft_steps, loss):
     return out
 
 
-# Each compiles programs of its own; the first few stand for all.
+# Each compiles programs of its own: by default one of each loss and each kind of drafter.
 ALWAYS = ("mla, borrowed head",)
 CASES = [
     ("llama", "acceptance"),
